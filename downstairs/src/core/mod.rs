@@ -1,0 +1,3 @@
+//! The replica core.
+
+pub mod api;

@@ -1,0 +1,1 @@
+//! NBD as a server speaks it, as pure state machines.

@@ -1,0 +1,80 @@
+//! What the core is told at start, validated by the shell.
+
+use std::time::Duration;
+
+use uuid::Uuid;
+
+#[derive(Clone, Debug)]
+pub struct CoreConfig {
+    pub volume: Uuid,
+    /// This process, anew at each start.
+    pub upstairs: Uuid,
+    /// Push out another upstairs.
+    pub takeover: bool,
+    /// Expected size in blocks; `None` takes it from the replicas, which must agree.
+    pub blocks: Option<u64>,
+    pub limits: Limits,
+    pub timing: Timing,
+    pub heal: bool,
+}
+
+/// Bounds on what is in flight. The guest waits at the volume's, a replica leaves at its own.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// Unacknowledged jobs of the volume.
+    pub volume_jobs: usize,
+    /// Their payload and expected reply bytes. A request larger than this is admitted alone.
+    pub volume_bytes: usize,
+    /// Jobs that one replica may owe while the quorum progresses.
+    pub replica_jobs: usize,
+    pub replica_bytes: usize,
+    /// Requests that wait for admission; the shell must not take more from guests.
+    pub waiting: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            volume_jobs: 2048,
+            volume_bytes: 64 << 20,
+            replica_jobs: 16_384,
+            replica_bytes: 128 << 20,
+            waiting: 4096,
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+pub struct Timing {
+    pub backoff_first: Duration,
+    pub backoff_max: Duration,
+    /// From `Connect` to `Promoted`.
+    pub handshake: Duration,
+    pub ping_every: Duration,
+    /// No byte from a replica for this long, although a ping is out, while the quorum progresses.
+    pub silence: Duration,
+    /// The oldest job a replica owes may be this old while the quorum progresses.
+    pub job_age: Duration,
+    /// How long activation waits for the third once it has a quorum.
+    pub third_wait: Duration,
+    /// How long activation waits for a replica that did not lose power.
+    pub power_wait: Duration,
+    /// I/O fails after waiting this long for a quorum; `None` waits for ever.
+    pub quorum_timeout: Option<Duration>,
+}
+
+impl Default for Timing {
+    fn default() -> Self {
+        Self {
+            backoff_first: Duration::from_millis(100),
+            backoff_max: Duration::from_secs(5),
+            handshake: Duration::from_secs(5),
+            ping_every: Duration::from_secs(1),
+            silence: Duration::from_secs(5),
+            job_age: Duration::from_secs(10),
+            third_wait: Duration::from_millis(500),
+            power_wait: Duration::from_secs(30),
+            quorum_timeout: None,
+        }
+    }
+}

@@ -1,0 +1,5 @@
+//! The replication core.
+
+pub mod api;
+pub mod config;
+pub mod status;
