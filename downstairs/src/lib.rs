@@ -4,3 +4,6 @@
 //! operations; `shell` does the network I/O and exists only with the `daemon` feature.
 
 pub mod core;
+pub mod disk;
+#[cfg(feature = "daemon")]
+pub mod shell;

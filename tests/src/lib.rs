@@ -1,1 +1,21 @@
-//! Shared helpers of the tests.
+//! Helpers of the tests that run real processes: a volume of its own for each test, an NBD client that can also misbehave,
+//! and the programs that guests use.
+//!
+//! Invariants:
+//! - Each test has its own directory under `target/tmp`, its own ports and sockets, and leaves no process behind.
+//! - Nothing sleeps for a fixed time and hopes: [`wait::until`] asks for a condition until a deadline.
+//! - A test that can't run says `SKIPPED:` loudly and is counted (see [`skip`]).
+
+#![expect(clippy::print_stderr, reason = "tests talk to whoever runs them")]
+
+pub mod command;
+pub mod fio;
+pub mod journal;
+pub mod load;
+pub mod lock;
+pub mod nbd;
+pub mod pattern;
+pub mod sim;
+pub mod skip;
+pub mod volume;
+pub mod wait;

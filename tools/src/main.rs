@@ -1,1 +1,62 @@
-fn main() {}
+//! The `newel` command: runs a whole volume on this machine, and shows how a volume fares.
+//!
+//! Invariants:
+//! - An error is one sentence on stderr. The exit code is 0 for success, 1 for a failure, 2 for wrong usage.
+//! - What is meant for programs goes to stdout, what happened goes to stderr; nothing but this crate prints.
+
+#![expect(clippy::print_stderr, reason = "this is the command that talks to the operator")]
+
+mod address;
+mod http;
+mod size;
+mod status;
+mod up;
+
+use std::io::Write as _;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Debug, Parser)]
+#[command(name = "newel", version, about = "Runs and inspects replicated Newel volumes")]
+struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run one volume on this machine: three replicas and the NBD server, until Ctrl-C
+    Up(up::UpArgs),
+    /// Show a volume's state, its replicas, their queues, delays and catch-up
+    Status(status::StatusArgs),
+}
+
+/// Prints a line. A reader that has gone away (`newel up | head`) must not bring the volume down.
+fn say(line: &str) {
+    writeln!(std::io::stdout(), "{line}").ok();
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("newel: cannot start the event loop: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let result = runtime.block_on(async {
+        match args.command {
+            Command::Up(args) => up::run(args).await,
+            Command::Status(args) => status::run(args).await,
+        }
+    });
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("newel: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

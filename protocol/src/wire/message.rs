@@ -39,13 +39,15 @@ pub enum Request {
     Ping {
         nonce: u64,
     },
-    /// Digests of `count` extents from `first`; at most `MAX_DIGESTS`.
+    /// Digests of `count` extents from `first`; at most `MAX_DIGESTS`. `query` comes back in the answer.
     Digests {
+        query: u64,
         first: ExtentId,
         count: u32,
     },
-    /// The states of every block of an extent.
+    /// The states of every block of an extent. `query` comes back in the answer.
     Contexts {
+        query: u64,
         extent: ExtentId,
     },
 }
@@ -128,7 +130,8 @@ pub enum ZeroMode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoredBlock {
     pub block: u64,
-    /// `kind` is `Data` or `Zero`.
+    /// `kind` is `Data`, `Zero`, or `Unreadable`: no replica has the data of this version any more, so whatever the replica
+    /// has is older and must not be served. Then only the context is stored, and the checksum never matches.
     pub state: BlockState,
 }
 
@@ -156,11 +159,14 @@ pub enum Reply {
     Pong {
         nonce: u64,
     },
+    /// The lowest bit of a digest says that its extent holds unverified blocks.
     Digests {
+        query: u64,
         first: ExtentId,
         digests: Vec<u64>,
     },
     Contexts {
+        query: u64,
         extent: ExtentId,
         states: Vec<BlockState>,
     },

@@ -6,6 +6,8 @@
 mod body;
 mod frame;
 mod message;
+#[cfg(test)]
+mod tests;
 
 pub use body::BodyError;
 pub use frame::{

@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
+use super::mistakes::Mistakes;
+
 #[derive(Clone, Debug)]
 pub struct CoreConfig {
     pub volume: Uuid,
@@ -16,6 +18,7 @@ pub struct CoreConfig {
     pub limits: Limits,
     pub timing: Timing,
     pub heal: bool,
+    pub mistakes: Mistakes,
 }
 
 /// Bounds on what is in flight. The guest waits at the volume's, a replica leaves at its own.
@@ -48,8 +51,10 @@ impl Default for Limits {
 pub struct Timing {
     pub backoff_first: Duration,
     pub backoff_max: Duration,
-    /// From `Connect` to `Promoted`.
+    /// For connecting, and for the answer to Hello.
     pub handshake: Duration,
+    /// For the answer to Promote: the replica finishes what its disk still does for the session before.
+    pub promote: Duration,
     pub ping_every: Duration,
     /// No byte from a replica for this long, although a ping is out, while the quorum progresses.
     pub silence: Duration,
@@ -69,6 +74,7 @@ impl Default for Timing {
             backoff_first: Duration::from_millis(100),
             backoff_max: Duration::from_secs(5),
             handshake: Duration::from_secs(5),
+            promote: Duration::from_secs(30),
             ping_every: Duration::from_secs(1),
             silence: Duration::from_secs(5),
             job_age: Duration::from_secs(10),

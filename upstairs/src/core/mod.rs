@@ -1,5 +1,335 @@
-//! The replication core.
+//! The replication core: every decision of the upstairs, as one state machine over events and time.
+//!
+//! `handle` takes an event, `poll_action` gives out what is to be done, `poll_deadline` says when to come back. There is no
+//! clock, no I/O, no randomness and no hashing order in here: the same events give the same actions.
+//!
+//! Invariants (each is checked where it could break, and by the simulator):
+//! - A write is acknowledged only once `QUORUM` replicas executed it that were Active then or became so since.
+//! - A read's answer leaves only when every version it shows is acknowledged.
+//! - Guests are served only once a quorum has stored `Activated` of this generation.
+//! - Every connected replica in a role gets every guest change in the order of its number.
+//!
+//! Files: [`jobs`] the table, [`requests`] from guest requests to jobs and back, [`replies`] from replica replies to
+//! acknowledgements, [`links`] connections and leaving, [`activation`] a new generation, [`resync`] making replicas equal,
+//! [`catchup`] a joiner's way to Active, [`heal`] bad blocks.
 
 pub mod api;
 pub mod config;
 pub mod status;
+
+mod activation;
+mod catchup;
+mod heal;
+mod jobs;
+mod links;
+pub mod mistakes;
+mod replica;
+mod replies;
+mod requests;
+mod resync;
+mod snapshot;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeSet, VecDeque};
+use std::time::Duration;
+
+use bytes::Bytes;
+use newel_protocol::wire::{Membership, Op, Request};
+use newel_protocol::{Generation, JobId};
+
+use activation::Activation;
+use api::{Action, Event, LogEvent, LogLevel, ReplicaId, ReplicaSet, StopReason, Time};
+use config::CoreConfig;
+use jobs::{Job, JobTable, Owner, ReadState};
+use replica::Replica;
+use requests::Requests;
+
+/// Replicas that must agree: 2 of 3.
+pub const QUORUM: usize = 2;
+
+#[derive(Debug)]
+pub struct Core {
+    config: CoreConfig,
+    now: Time,
+    actions: VecDeque<Action>,
+    replicas: [Replica; ReplicaId::COUNT],
+    jobs: JobTable,
+    requests: Requests,
+    /// Reads whose answer waits for a write to be acknowledged.
+    held_reads: Vec<JobId>,
+    phase: Phase,
+    generation: Generation,
+    /// Generations that a quorum has promised to this process: nobody else was active under one of these.
+    own_generations: BTreeSet<Generation>,
+    membership: Membership,
+    /// Zero until the first replicas were met.
+    blocks: u64,
+    /// Unsettled guest jobs and their bytes: what the volume's bound counts.
+    open_jobs: usize,
+    open_bytes: usize,
+    heals_in_flight: usize,
+    next_query: u64,
+    /// Since when fewer than a quorum are Active, while serving.
+    quorum_lost_since: Option<Time>,
+    was_served: bool,
+    stopping: Option<Stopping>,
+    stopped: bool,
+}
+
+#[derive(Debug)]
+enum Phase {
+    Activating(Activation),
+    Serving,
+}
+
+#[derive(Debug)]
+struct Stopping {
+    until: Time,
+    flush: Option<JobId>,
+}
+
+impl Core {
+    pub fn new(config: CoreConfig, now: Time) -> Self {
+        Self {
+            replicas: ReplicaId::ALL.map(|id| Replica::new(id, now)),
+            actions: VecDeque::new(),
+            jobs: JobTable::new(),
+            requests: Requests::default(),
+            held_reads: Vec::new(),
+            phase: Phase::Activating(Activation::gathering()),
+            generation: Generation(0),
+            own_generations: BTreeSet::new(),
+            membership: Membership::default(),
+            blocks: 0,
+            open_jobs: 0,
+            open_bytes: 0,
+            heals_in_flight: 0,
+            next_query: 1,
+            quorum_lost_since: None,
+            was_served: false,
+            stopping: None,
+            stopped: false,
+            config,
+            now,
+        }
+    }
+
+    pub fn handle(&mut self, now: Time, event: Event) {
+        if self.stopped {
+            return;
+        }
+        self.now = self.now.max(now);
+        match event {
+            Event::Guest { guest, op } => self.on_guest(guest, op),
+            Event::LinkUp { replica, link } => self.on_link_up(replica, link),
+            Event::LinkDown { replica, link, reason } => self.on_link_down(replica, link, reason),
+            Event::Reply { replica, link, reply, payload } => self.on_reply(replica, link, reply, payload),
+            Event::Shutdown { within } => self.on_shutdown(within),
+            Event::Tick => {}
+        }
+        self.on_time();
+        self.check_invariants();
+    }
+
+    pub fn poll_action(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    pub fn poll_deadline(&self) -> Option<Time> {
+        if self.stopped {
+            return None;
+        }
+        let stopping = self.stopping.is_some();
+        let links = self.replicas.iter().filter(|r| !(stopping && r.is_down()));
+        let links = links.filter_map(|r| r.deadline(&self.config.timing));
+        let age = self.replicas.iter().filter_map(|r| self.age_deadline(r.id));
+        let phase = match &self.phase {
+            Phase::Activating(activation) => activation.deadline(),
+            Phase::Serving => None,
+        };
+        let quorum = self.quorum_deadline();
+        let stop = self.stopping.as_ref().map(|s| s.until);
+        links.chain(age).chain(phase).chain(quorum).chain(stop).min()
+    }
+
+    /// The volume's size once it is known: from the first activation on.
+    pub fn serving_bytes(&self) -> Option<u64> {
+        self.was_served.then(|| self.blocks * newel_protocol::BLOCK_BYTES as u64)
+    }
+
+    /// The generation in service, if one is.
+    pub fn serving_generation(&self) -> Option<Generation> {
+        self.is_serving().then_some(self.generation)
+    }
+
+    /// True while more guest requests may be handed in.
+    pub fn has_room(&self) -> bool {
+        self.requests.waiting() < self.config.limits.waiting
+    }
+
+    fn on_time(&mut self) {
+        for replica in ReplicaId::ALL {
+            self.check_link_time(replica);
+        }
+        self.check_activation();
+        self.check_quorum_timeout();
+        self.check_stopping();
+    }
+
+    fn on_shutdown(&mut self, within: Duration) {
+        if self.stopping.is_none() {
+            self.stopping = Some(Stopping { until: self.now.after(within), flush: None });
+            self.refuse_waiting();
+        }
+    }
+
+    /// Stops once everything admitted is answered and a last flush is done, or when the time is up.
+    fn check_stopping(&mut self) {
+        let Some(stopping) = &self.stopping else { return };
+        let flush = stopping.flush;
+        let late = self.now >= stopping.until;
+        let flushed = flush.is_some_and(|id| !self.jobs.is_unacknowledged(id));
+        let serving = matches!(self.phase, Phase::Serving) && self.active().len() >= QUORUM;
+        if late || flushed || !serving {
+            if !late && self.requests.open() > 0 && serving {
+                return;
+            }
+            self.stop(StopReason::Finished);
+        } else if flush.is_none() && self.requests.open() == 0 {
+            let id = self.send_guest_job(Op::Flush, Bytes::new(), Owner::Nobody);
+            if let Some(stopping) = &mut self.stopping {
+                stopping.flush = Some(id);
+            }
+        }
+    }
+
+    fn stop(&mut self, reason: StopReason) {
+        self.stopped = true;
+        self.fail_all_requests(api::GuestError::ShuttingDown);
+        self.actions.push_back(Action::Stopped { reason });
+    }
+
+    fn replica(&self, id: ReplicaId) -> &Replica {
+        &self.replicas[id.index()]
+    }
+
+    fn replica_mut(&mut self, id: ReplicaId) -> &mut Replica {
+        &mut self.replicas[id.index()]
+    }
+
+    fn set_of(&self, matches: impl Fn(&Replica) -> bool) -> ReplicaSet {
+        let mut set = ReplicaSet::EMPTY;
+        for replica in self.replicas.iter().filter(|r| matches(r)) {
+            set.insert(replica.id);
+        }
+        set
+    }
+
+    fn active(&self) -> ReplicaSet {
+        self.set_of(Replica::is_active)
+    }
+
+    fn is_serving(&self) -> bool {
+        matches!(self.phase, Phase::Serving)
+    }
+
+    fn send(&mut self, replicas: ReplicaSet, request: Request, payload: Bytes) {
+        self.actions.push_back(Action::Send { replicas, request, payload });
+    }
+
+    fn log(&mut self, level: LogLevel, text: impl Into<String>) {
+        self.actions.push_back(Action::Log(LogEvent { level, text: text.into() }));
+    }
+
+    /// Numbers a guest's job and sends it to all it concerns: a read to the Active, a change to all in a role.
+    fn send_guest_job(&mut self, op: Op, payload: Bytes, owner: Owner) -> JobId {
+        let targets =
+            if matches!(op, Op::Read { .. }) { self.active() } else { self.set_of(Replica::takes_jobs) };
+        let id = self.insert_job(op, payload, owner);
+        if let Some(job) = self.jobs.get(id) {
+            self.open_jobs += 1;
+            self.open_bytes += job.cost;
+        }
+        self.send_job(id, targets);
+        id
+    }
+
+    /// Numbers a job of the core's own and sends it to these replicas only.
+    fn send_internal_job(
+        &mut self,
+        op: Op,
+        payload: Bytes,
+        purpose: jobs::Purpose,
+        targets: ReplicaSet,
+    ) -> JobId {
+        let id = self.insert_job(op, payload, Owner::Internal(purpose));
+        self.send_job(id, targets);
+        id
+    }
+
+    fn insert_job(&mut self, op: Op, payload: Bytes, owner: Owner) -> JobId {
+        let id = self.jobs.next_id();
+        let read = matches!(op, Op::Read { .. }).then(Box::<ReadState>::default);
+        self.jobs.insert(Job {
+            id,
+            cost: jobs::cost(&op, &payload),
+            op,
+            payload,
+            owner,
+            issued: self.now,
+            owed: ReplicaSet::EMPTY,
+            done: ReplicaSet::EMPTY,
+            counted: ReplicaSet::EMPTY,
+            settled: false,
+            replied: [None; ReplicaId::COUNT],
+            read,
+        });
+        id
+    }
+
+    /// Sends a job that is in the table to these replicas, which now owe a reply.
+    fn send_job(&mut self, id: JobId, targets: ReplicaSet) {
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        let targets = targets.without(job.owed);
+        if targets.is_empty() {
+            return;
+        }
+        for replica in targets.iter() {
+            job.owed.insert(replica);
+            self.replicas[replica.index()].owes(job.cost);
+        }
+        let request = Request::Job { job: id, op: job.op.clone() };
+        let payload = job.payload.clone();
+        self.send(targets, request, payload);
+        for replica in targets.iter() {
+            self.check_bound(replica);
+        }
+    }
+
+    /// Cheap in release, thorough in debug builds and the simulator.
+    fn check_invariants(&self) {
+        debug_assert!(
+            self.replicas.iter().all(|replica| {
+                let owed = || self.jobs.iter().filter(|job| job.owed.contains(replica.id));
+                replica.queue_jobs == owed().count()
+                    && replica.queue_bytes == owed().map(|job| job.cost).sum::<usize>()
+            }),
+            "a replica's queue is what it owes"
+        );
+        debug_assert_eq!(
+            self.open_jobs,
+            self.jobs.iter().filter(|job| !job.is_internal() && !job.settled).count(),
+            "the volume's bound counts unsettled guest jobs"
+        );
+        debug_assert!(
+            self.jobs.iter().all(|job| !(job.settled && job.owed.is_empty())),
+            "a settled job that nobody owes has left the table"
+        );
+        debug_assert!(
+            self.poll_deadline().is_none_or(|deadline| deadline > self.now),
+            "whatever was due is done, or the shell would turn in circles"
+        );
+        debug_assert!(!self.is_serving() || self.was_served, "serving follows an activation");
+    }
+}

@@ -12,7 +12,10 @@ pub struct Status {
     pub state: String,
     pub jobs_in_flight: usize,
     pub bytes_in_flight: usize,
+    pub guest_connections: usize,
     pub guest_requests: usize,
+    /// Age of the oldest request that was admitted and isn't answered.
+    pub oldest_request_us: u64,
     pub replicas: Vec<ReplicaStatus>,
 }
 

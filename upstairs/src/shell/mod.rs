@@ -1,3 +1,12 @@
 //! The I/O shell: NBD front end, links to the replicas, status, and the driver of the core.
+//!
+//! It moves events in and actions out, on one reactor thread, and decides nothing about order, quorum, retry or throttling.
 
+pub mod cli;
+mod config;
+mod driver;
 pub mod guest;
+mod link;
+pub mod nbd;
+mod run;
+mod status_page;

@@ -1,0 +1,216 @@
+//! Measures the disk pool beside a bare aio loop on the same region:
+//! `cargo run --release -p newel-downstairs --example diskbench -- DIRECTORY [SECONDS [PART OF A NAME]]`.
+//!
+//! Prints IOPS and CPU time (all threads) for each operation.
+#![expect(clippy::print_stdout, reason = "its purpose is to print")]
+#![expect(clippy::disallowed_methods, reason = "it measures time")]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use bytes::Bytes;
+use newel_downstairs::core::api::{DiskCommand, DiskDone, DiskOp, OpId};
+use newel_downstairs::disk::{AlignedBuf, CreateOptions, OpenOptions, Pool, PoolOptions, Prealloc, Region};
+use newel_downstairs::disk::{create_region, yardstick};
+use newel_protocol::crc::block_crcs;
+use newel_protocol::wire::ReadMode;
+use newel_protocol::{BLOCK_BYTES, BlockRange, Generation, Version};
+use uuid::Uuid;
+
+/// As in the daemon.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+const REGION_BYTES: u64 = 1 << 30;
+const REGION_BLOCKS: u64 = REGION_BYTES / BLOCK_BYTES as u64;
+
+const ROUNDS: u32 = 4;
+
+fn main() -> anyhow::Result<()> {
+    let mut args = std::env::args().skip(1);
+    let directory: PathBuf = args.next().context("first argument: a directory on the disk to measure")?.into();
+    let seconds = args.next().map_or(Ok(2.0), |seconds| seconds.parse::<f64>())?;
+    let only = args.next().unwrap_or_default();
+    let path = directory.join("diskbench.region");
+    let options = CreateOptions {
+        path: path.clone(),
+        size: Some(REGION_BYTES),
+        volume: Uuid::nil(),
+        prealloc: Prealloc::Full,
+        force: true,
+    };
+    create_region(&options, &|_, _, _| {})?;
+    let result = measure(&path, Duration::from_secs_f64(seconds), &only);
+    std::fs::remove_file(&path)?;
+    result
+}
+
+struct Bench {
+    region: Arc<Region>,
+    pool: Pool,
+    woken: Receiver<()>,
+    time: Duration,
+    random: u64,
+    sequence: u64,
+}
+
+fn measure(path: &Path, time: Duration, only: &str) -> anyhow::Result<()> {
+    let (region, _) = Region::open(path, &OpenOptions::default())?;
+    let (wake, woken) = sync_channel(1);
+    let wake = Arc::new(move || { wake.try_send(()).ok(); });
+    let pool = Pool::start(Arc::clone(&region), PoolOptions::default(), wake)?;
+    let mut bench = Bench { region, pool, woken, time, random: 88_172_645_463_325_252, sequence: 0 };
+    bench.fill()?;
+    println!("{:24} {:>18} {:>18} {:>7}", "", "bare loop", "pool", "CPU");
+    for (name, blocks, depth, write) in [
+        ("4K random write, q1", 1, 1, true),
+        ("4K random write, q32", 1, 32, true),
+        ("4K random read, q1", 1, 1, false),
+        ("4K random read, q32", 1, 32, false),
+        ("1M write, q8", 256, 8, true),
+        ("1M read, q8", 256, 8, false),
+        ("4K sequential write, q32", 0, 32, true),
+    ] {
+        if name.contains(only) {
+            bench.compare(name, blocks, depth, write)?;
+        }
+    }
+    bench.pool.stop();
+    Ok(())
+}
+
+impl Bench {
+    /// No blocks means: one, each behind the last.
+    fn compare(&mut self, name: &str, blocks: u32, depth: u32, write: bool) -> anyhow::Result<()> {
+        let bytes = blocks.max(1) as usize * BLOCK_BYTES;
+        let (mut bare, mut pool) = (Figures::default(), Figures::default());
+        let mut threads: BTreeMap<String, u64> = BTreeMap::new();
+        let region = Arc::clone(&self.region);
+        // In turns, so that what else the machine does falls on both.
+        for _ in 0..ROUNDS {
+            let (cpu, start) = (cpu_time()?, Instant::now());
+            let count = yardstick::bare_loop(&region, bytes, depth, write, self.time / ROUNDS, || self.next(blocks))?;
+            bare.add(count, start, cpu)?;
+            let (cpu, start) = (cpu_time()?, Instant::now());
+            let before = thread_times()?;
+            let count = self.through_pool(blocks, depth, write)?;
+            for (name, time) in thread_times()? {
+                *threads.entry(name.clone()).or_default() += time - before.get(&name).unwrap_or(&0);
+            }
+            pool.add(count, start, cpu)?;
+        }
+        let count = pool.count;
+        let (bare, pool) = (bare.each(), pool.each());
+        print!(
+            "{name:24} {:>8.0}/s {:>5.2} µs {:>8.0}/s {:>5.2} µs {:>6.2}x ",
+            bare.0, bare.1, pool.0, pool.1, pool.1 / bare.1
+        );
+        for (name, time) in threads.into_iter().filter(|&(_, time)| time / count.max(1) > 100) {
+            print!(" {name} {}.{:02}", time / count / 1000, time / count % 1000 / 10);
+        }
+        println!();
+        Ok(())
+    }
+
+    /// A block that was never written is read without a disk.
+    fn fill(&mut self) -> anyhow::Result<()> {
+        let data = Bytes::from_owner(AlignedBuf::zeroed(256 * BLOCK_BYTES));
+        let crcs = block_crcs(&data);
+        for start in (0..REGION_BLOCKS).step_by(256) {
+            let (range, version) = (BlockRange::new(start, 256), Version::new(Generation(1), 1));
+            self.region.execute(&DiskOp::Write { range, version, crcs: crcs.clone(), data: data.clone() })?;
+        }
+        Ok(self.region.flush(None)?)
+    }
+
+    fn next(&mut self, blocks: u32) -> u64 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.sequence += 1;
+        match blocks {
+            0 => self.sequence % REGION_BLOCKS,
+            blocks => (self.random >> 16) % (REGION_BLOCKS / u64::from(blocks)) * u64::from(blocks),
+        }
+    }
+
+    fn through_pool(&mut self, blocks: u32, depth: u32, write: bool) -> anyhow::Result<u64> {
+        let data = Bytes::from_owner(AlignedBuf::zeroed(blocks.max(1) as usize * BLOCK_BYTES));
+        let crcs = block_crcs(&data);
+        let end = Instant::now() + self.time / ROUNDS;
+        let (mut in_flight, mut count, mut running) = (0, 0, true);
+        let mut commands: Vec<DiskCommand> = Vec::new();
+        let mut done: Vec<DiskDone> = Vec::new();
+        loop {
+            while running && in_flight < depth {
+                let range = BlockRange::new(self.next(blocks), blocks.max(1));
+                let kind = if write {
+                    let version = Version::new(Generation(1), self.sequence);
+                    DiskOp::Write { range, version, crcs: crcs.clone(), data: data.clone() }
+                } else {
+                    DiskOp::Read { range, mode: ReadMode::Data }
+                };
+                commands.push(DiskCommand { op: OpId(self.sequence), kind });
+                in_flight += 1;
+            }
+            if in_flight == 0 {
+                break;
+            }
+            self.pool.submit(&mut commands);
+            self.woken.recv()?;
+            self.pool.completed(&mut done);
+            for done in done.drain(..) {
+                done.result?;
+                in_flight -= 1;
+                count += 1;
+            }
+            running = Instant::now() < end;
+        }
+        self.region.flush(None)?;
+        Ok(count)
+    }
+}
+
+#[derive(Default)]
+struct Figures {
+    count: u64,
+    time: Duration,
+    cpu: Duration,
+}
+
+impl Figures {
+    fn add(&mut self, count: u64, start: Instant, cpu: Duration) -> anyhow::Result<()> {
+        self.count += count;
+        self.time += start.elapsed();
+        self.cpu += cpu_time()?.saturating_sub(cpu);
+        Ok(())
+    }
+
+    /// How many there were a second, and the CPU time of each in µs.
+    #[expect(clippy::cast_precision_loss, reason = "figures to be read by people")]
+    fn each(&self) -> (f64, f64) {
+        let count = self.count as f64;
+        (count / self.time.as_secs_f64(), self.cpu.as_secs_f64() * 1e6 / count)
+    }
+}
+
+/// Of all threads, as the scheduler counts it.
+fn cpu_time() -> anyhow::Result<Duration> {
+    Ok(Duration::from_nanos(thread_times()?.values().sum()))
+}
+
+/// Nanoseconds of CPU by the name of the thread.
+fn thread_times() -> anyhow::Result<BTreeMap<String, u64>> {
+    let mut times = BTreeMap::new();
+    for task in std::fs::read_dir("/proc/self/task")? {
+        let path = task?.path();
+        let stat = std::fs::read_to_string(path.join("schedstat"))?;
+        let time = stat.split_whitespace().next().unwrap_or_default().parse::<u64>()?;
+        *times.entry(std::fs::read_to_string(path.join("comm"))?.trim().to_owned()).or_default() += time;
+    }
+    Ok(times)
+}

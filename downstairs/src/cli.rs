@@ -1,0 +1,99 @@
+//! The command line: what can be asked, and which exit code answers.
+//!
+//! Exit codes: 0 done, 1 failed, 2 asked wrongly.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+use newel_downstairs::disk::cli::{CheckArgs, CreateArgs, DumpArgs};
+use newel_downstairs::shell::Settings;
+
+/// Keeps one replica of a Newel volume in a region on local disk.
+///
+/// A region is one file or one block device. Create it once, then run the replica that serves it; an upstairs connects to
+/// three of them.
+#[derive(Debug, Parser)]
+#[command(name = "newel-downstairs", version, max_term_width = 100)]
+#[command(after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage.")]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Serve a region to an upstairs until SIGTERM or SIGINT
+    ///
+    /// The first signal finishes what is at the disk and closes the region; a second one leaves at once with exit code 1.
+    Run(RunArgs),
+    /// Create a region in a new file or on a block device
+    Create(CreateArgs),
+    /// Verify a region that nobody serves, block by block
+    Check(CheckArgs),
+    /// Show a region's header, activity log and contexts
+    Dump(DumpArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    /// Region file or block device to serve
+    #[arg(long, value_name = "PATH")]
+    region: Option<PathBuf>,
+    /// Address to serve on; port 0 takes a free one, which the log tells
+    #[arg(long, value_name = "IP:PORT")]
+    listen: Option<String>,
+    /// TOML file with the keys region, listen, allow_plaintext and log; flags win
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// Serve on an address that is not loopback, although the wire is neither encrypted nor authenticated
+    #[arg(long)]
+    allow_plaintext: bool,
+    /// What to log: error, warn, info, debug, trace, or directives such as info,newel_downstairs=debug [default: info]
+    #[arg(long, value_name = "LEVEL")]
+    log: Option<String>,
+}
+
+impl RunArgs {
+    pub(crate) fn settings(&self) -> Settings {
+        Settings {
+            region: self.region.clone(),
+            listen: self.listen.clone(),
+            // The flag can only allow; forbidding is what its absence does, unless the file allows.
+            allow_plaintext: self.allow_plaintext.then_some(true),
+            log: self.log.clone(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn flags_become_settings() {
+        let cli = Cli::parse_from([
+            "newel-downstairs",
+            "run",
+            "--region",
+            "r",
+            "--listen",
+            "1",
+            "--allow-plaintext",
+        ]);
+        let Command::Run(args) = cli.command else { panic!("{:?}", cli.command) };
+        let expected = Settings {
+            region: Some("r".into()),
+            listen: Some("1".to_owned()),
+            allow_plaintext: Some(true),
+            log: None,
+        };
+        assert_eq!(args.settings(), expected);
+    }
+}

@@ -1,0 +1,56 @@
+//! Who holds a region: one process at a time, by an exclusive `flock` on the file or device.
+//!
+//! Invariants:
+//! - The lock is taken before anything of a region is read or written, and falls with the process that holds it.
+//! - A refusal names the holder, if the system tells.
+
+use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt;
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+
+use super::error::RegionError;
+
+pub(super) fn lock_exclusively(file: &File, path: &str) -> Result<(), RegionError> {
+    match flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(()),
+        Err(Errno::WOULDBLOCK) => Err(RegionError::Locked { path: path.to_owned(), pid: holder(file) }),
+        Err(error) => Err(RegionError::io("lock it", path, error.into())),
+    }
+}
+
+/// The process that holds the lock on this file, as `/proc/locks` has it.
+fn holder(file: &File) -> Option<u32> {
+    let inode = file.metadata().ok()?.ino();
+    let locks = fs::read_to_string("/proc/locks").ok()?;
+    find_holder(&locks, inode)
+}
+
+/// A line reads `1: FLOCK  ADVISORY  WRITE 1234 08:01:5678 0 EOF`: process, then device and inode.
+fn find_holder(locks: &str, inode: u64) -> Option<u32> {
+    locks.lines().find_map(|line| {
+        let mut words = line.split_whitespace().skip(1);
+        if words.next()? != "FLOCK" {
+            return None;
+        }
+        let pid = words.nth(2)?.parse().ok()?;
+        let found: u64 = words.next()?.rsplit(':').next()?.parse().ok()?;
+        (found == inode).then_some(pid)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_holder_is_found() {
+        let locks = "1: POSIX  ADVISORY  WRITE 77 08:01:5678 0 EOF\n\
+                     2: FLOCK  ADVISORY  WRITE 1234 08:01:5678 0 EOF\n\
+                     2: -> FLOCK  ADVISORY  WRITE 9 08:01:99 0 EOF\n";
+        let check = |inode, pid| assert_eq!(find_holder(locks, inode), pid);
+        check(5678, Some(1234));
+        check(5, None);
+    }
+}

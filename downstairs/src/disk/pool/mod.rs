@@ -1,0 +1,210 @@
+//! The pool: standing threads that carry out disk operations, so that the reactor never waits for a disk.
+//!
+//! Invariants:
+//! - Handing operations in and taking results out never blocks on the disk; each costs one lock a lane and a wake-up only
+//!   if a thread sleeps.
+//! - Writes, reads, flushes and metadata have lanes of their own: a write that waits in the kernel for room in the
+//!   device's queue holds up other writes only.
+//! - Every operation handed in is answered exactly once, also when the pool stops.
+//! - What is queued is bounded; beyond that an operation is answered with an error at once.
+//!
+//! Left to others: the order of operations (the core) and what each of them means (`RegionCore`).
+#![expect(clippy::disallowed_methods, reason = "stage times are measured where the work is done")]
+
+mod meta;
+mod queue;
+mod read;
+mod write;
+
+#[cfg(test)]
+mod tests;
+
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use newel_protocol::wire::StageTimes;
+
+use self::queue::{Queue, Queued};
+use super::error::RegionError;
+use super::file::Region;
+use super::lock;
+use crate::core::api::{DiskCommand, DiskDone, DiskError, DiskOp, DiskOutcome, OpId};
+
+/// Called when results are waiting and none were before.
+pub type Wake = Arc<dyn Fn() + Send + Sync>;
+
+#[derive(Clone, Debug)]
+pub struct PoolOptions {
+    /// Requests in flight at the kernel, for reads and for writes each. Deeper than any single disk's queue.
+    pub depth: u32,
+    /// Operations waiting in one lane. The core bounds what its peers may ask for far below this.
+    pub max_queued: usize,
+}
+
+impl Default for PoolOptions {
+    fn default() -> Self {
+        Self { depth: 128, max_queued: 65_536 }
+    }
+}
+
+/// Depths that make sense: one request at least, and no more than a system allows for all rings by default (65,536).
+const MAX_DEPTH: u32 = 4096;
+
+pub struct Pool {
+    writes: Arc<Queue>,
+    reads: Arc<Queue>,
+    flushes: Arc<Queue>,
+    metadata: Arc<Queue>,
+    sink: Arc<Sink>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl std::fmt::Debug for Pool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pool").field("threads", &self.threads.len()).finish_non_exhaustive()
+    }
+}
+
+impl Pool {
+    pub fn start(region: Arc<Region>, options: PoolOptions, wake: Wake) -> Result<Self, RegionError> {
+        let depth = options.depth.clamp(1, MAX_DEPTH);
+        let queue = || Arc::new(Queue::new(options.max_queued));
+        let mut pool = Self {
+            writes: queue(),
+            reads: queue(),
+            flushes: queue(),
+            metadata: queue(),
+            sink: Arc::new(Sink { done: Mutex::new(Vec::new()), wake }),
+            threads: Vec::with_capacity(6),
+        };
+        // Whatever was started before an error stops as the pool is dropped.
+        let writes = write::Lane::new(&region, &pool.writes, &pool.sink, depth)?;
+        let reaper = Arc::clone(&writes);
+        pool.spawn("newel-wc", move || reaper.reap())?;
+        pool.spawn("newel-w", move || writes.run())?;
+        let reads = read::Lane::new(&region, &pool.reads, &pool.sink, depth)?;
+        let reaper = Arc::clone(&reads);
+        pool.spawn("newel-rc", move || reaper.reap())?;
+        pool.spawn("newel-r", move || reads.run())?;
+        let (queue, sink, of) = (Arc::clone(&pool.flushes), Arc::clone(&pool.sink), Arc::clone(&region));
+        pool.spawn("newel-f", move || meta::run_flushes(&of, &queue, &sink))?;
+        let (queue, sink) = (Arc::clone(&pool.metadata), Arc::clone(&pool.sink));
+        pool.spawn("newel-m", move || meta::run_metadata(&region, &queue, &sink))?;
+        Ok(pool)
+    }
+
+    fn spawn(&mut self, name: &'static str, work: impl FnOnce() + Send + 'static) -> Result<(), RegionError> {
+        let thread = std::thread::Builder::new()
+            .name(name.into())
+            .spawn(work)
+            .map_err(|source| RegionError::Thread { name, source })?;
+        self.threads.push(thread);
+        Ok(())
+    }
+
+    /// Takes all commands. Never blocks on the disk.
+    pub fn submit(&self, commands: &mut Vec<DiskCommand>) {
+        if commands.is_empty() {
+            return;
+        }
+        let at = Instant::now();
+        let lanes = [&self.writes, &self.reads, &self.flushes, &self.metadata];
+        // Mostly all belong to one lane, and then one lock is taken.
+        let mut refused = Vec::new();
+        for (number, queue) in lanes.into_iter().enumerate() {
+            if commands.iter().any(|command| lane_of(&command.kind) == number) {
+                let mine = commands.extract_if(.., |command| lane_of(&command.kind) == number);
+                queue.push(mine.map(|command| Queued { command, at }), &mut refused);
+            }
+        }
+        if !refused.is_empty() {
+            let done = refused.drain(..).map(|Queued { command, .. }| refusal(command.op)).collect();
+            self.sink.push(done);
+        }
+    }
+
+    /// Moves all results there are behind what `into` holds.
+    pub fn completed(&self, into: &mut Vec<DiskDone>) {
+        into.append(&mut lock(&self.sink.done));
+    }
+
+    /// Finishes what was handed in and ends the threads; results not yet taken can't be any more.
+    pub fn stop(self) {
+        drop(self);
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        for queue in [&self.writes, &self.reads, &self.flushes, &self.metadata] {
+            queue.stop();
+        }
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a thread of the disk pool had died");
+            }
+        }
+    }
+}
+
+fn lane_of(op: &DiskOp) -> usize {
+    match op {
+        DiskOp::Write { .. } | DiskOp::Zero { .. } | DiskOp::Store { .. } => 0,
+        DiskOp::Read { .. } => 1,
+        DiskOp::Flush { .. } | DiskOp::Close => 2,
+        DiskOp::ActivityLog { .. } | DiskOp::Header(_) | DiskOp::Digests { .. } | DiskOp::Contexts { .. } => 3,
+    }
+}
+
+fn refusal(op: OpId) -> DiskDone {
+    let message = "the lane holds as many operations as it may".to_owned();
+    let error = DiskError::Io { operation: "queueing for the disk", message };
+    DiskDone { op, result: Err(error), times: StageTimes::default() }
+}
+
+/// Where results wait for the reactor.
+struct Sink {
+    done: Mutex<Vec<DiskDone>>,
+    wake: Wake,
+}
+
+impl Sink {
+    /// The reactor takes all there is, so only the first of a batch has to wake it.
+    fn push(&self, mut batch: Vec<DiskDone>) {
+        if batch.is_empty() {
+            return;
+        }
+        let mut done = lock(&self.done);
+        let was_empty = done.is_empty();
+        if was_empty && done.capacity() < batch.len() {
+            *done = batch;
+        } else {
+            done.append(&mut batch);
+        }
+        drop(done);
+        if was_empty {
+            (self.wake)();
+        }
+    }
+}
+
+fn micros(duration: Duration) -> u32 {
+    u32::try_from(duration.as_micros()).unwrap_or(u32::MAX)
+}
+
+/// How an operation ended, with the time it waited for the kernel to take it and the time it took from there.
+fn done(
+    op: OpId,
+    result: Result<DiskOutcome, DiskError>,
+    arrived: Instant,
+    submitted: Instant,
+    now: Instant,
+) -> DiskDone {
+    let times = StageTimes {
+        queued_us: 0,
+        submit_us: micros(submitted.saturating_duration_since(arrived)),
+        device_us: micros(now.saturating_duration_since(submitted)),
+    };
+    DiskDone { op, result, times }
+}

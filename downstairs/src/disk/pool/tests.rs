@@ -1,0 +1,179 @@
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, sync_channel};
+
+use bytes::Bytes;
+use newel_protocol::crc::block_crcs;
+use newel_protocol::wire::{ReadMode, StoredBlock, ZeroMode};
+use newel_protocol::{BLOCK_BYTES, BlockKind, BlockRange, BlockState, ExtentId, Generation, Version};
+use uuid::Uuid;
+
+use super::*;
+use crate::core::api::{HeaderChange, LogEntry};
+use crate::disk::context::fold_digests;
+use crate::disk::create::{CreateOptions, Prealloc, create_region};
+use crate::disk::file::OpenOptions;
+
+/// A directory of the build, which is on a disk where /tmp may not be.
+fn beside_us() -> PathBuf {
+    std::env::current_exe().unwrap().parent().unwrap().to_owned()
+}
+
+struct Rig {
+    _directory: tempfile::TempDir,
+    path: PathBuf,
+    region: Arc<Region>,
+    pool: Option<Pool>,
+    woken: Receiver<()>,
+    next: u64,
+}
+
+impl Rig {
+    fn new(depth: u32) -> Self {
+        let directory = tempfile::Builder::new().prefix("newel-pool").tempdir_in(beside_us()).unwrap();
+        let path = directory.path().join("region");
+        let options = CreateOptions {
+            path: path.clone(),
+            size: Some(16 << 20),
+            volume: Uuid::nil(),
+            prealloc: Prealloc::Fallocate,
+            force: false,
+        };
+        create_region(&options, &|_, _, _| {}).unwrap();
+        let (region, _) = Region::open(&path, &OpenOptions::default()).unwrap();
+        let (wake, woken) = sync_channel(1);
+        let wake = Arc::new(move || { wake.try_send(()).ok(); });
+        let options = PoolOptions { depth, max_queued: 1000 };
+        let pool = Some(Pool::start(Arc::clone(&region), options, wake).unwrap());
+        Self { _directory: directory, path, region, pool, woken, next: 0 }
+    }
+
+    fn run(&mut self, kinds: Vec<DiskOp>) -> Vec<DiskDone> {
+        let first = self.next;
+        let count = kinds.len();
+        let mut commands: Vec<_> = (first..)
+            .map(OpId)
+            .zip(kinds)
+            .map(|(op, kind)| DiskCommand { op, kind })
+            .collect();
+        self.next += count as u64;
+        let pool = self.pool.as_ref().unwrap();
+        pool.submit(&mut commands);
+        assert!(commands.is_empty());
+        let mut done = Vec::new();
+        while done.len() < count {
+            self.woken.recv().unwrap();
+            pool.completed(&mut done);
+        }
+        done.sort_by_key(|done| done.op);
+        assert!(done.iter().map(|done| done.op.0).eq(first..self.next), "each once");
+        done
+    }
+
+    fn one(&mut self, kind: DiskOp) -> DiskOutcome {
+        self.run(vec![kind]).pop().unwrap().result.unwrap()
+    }
+
+    fn read(&mut self, start: u64, count: u32) -> (Vec<BlockState>, Bytes) {
+        match self.one(DiskOp::Read { range: BlockRange::new(start, count), mode: ReadMode::Data }) {
+            DiskOutcome::Read { states, data } => (states, data),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn v(sequence: u64) -> Version {
+    Version::new(Generation(1), sequence)
+}
+
+fn content(block: u64, sequence: u64) -> Vec<u8> {
+    (block * 31 + sequence).to_le_bytes().repeat(BLOCK_BYTES / 8)
+}
+
+fn write(start: u64, count: u32, sequence: u64) -> DiskOp {
+    let range = BlockRange::new(start, count);
+    let data: Vec<u8> = range.blocks().flat_map(|block| content(block, sequence)).collect();
+    let crcs = block_crcs(&data);
+    // One byte off, so that it has to be copied where the device cares.
+    let mut shifted = vec![0];
+    shifted.extend_from_slice(&data);
+    DiskOp::Write { range, version: v(sequence), crcs, data: Bytes::from(shifted).slice(1..) }
+}
+
+#[test]
+fn many_writes_are_merged_and_all_are_there() {
+    let mut rig = Rig::new(4);
+    // Neighbours, out of order, more than there is depth for.
+    let order = (0..600_u64).map(|number| number * 7 % 600);
+    let writes = order.map(|block| write(block, 1, block + 1)).collect();
+    assert!(rig.run(writes).iter().all(|done| done.result.is_ok()));
+    let (states, data) = rig.read(0, 600);
+    for (block, state) in (0..).zip(&states) {
+        assert_eq!((state.kind, state.version), (BlockKind::Data, v(block + 1)));
+        let at = usize::try_from(block).unwrap() * BLOCK_BYTES;
+        assert_eq!(data[at..at + BLOCK_BYTES], content(block, block + 1));
+    }
+    assert_eq!(states.iter().map(|state| state.crc).collect::<Vec<_>>(), block_crcs(&data));
+}
+
+#[test]
+fn gaps_zeros_and_copies() {
+    let mut rig = Rig::new(16);
+    rig.one(write(0, 8, 10));
+    rig.one(DiskOp::Zero { range: BlockRange::new(2, 2), version: v(11), mode: ZeroMode::Punch });
+    rig.one(DiskOp::Zero { range: BlockRange::new(6, 1), version: v(12), mode: ZeroMode::Allocate });
+    // Blocks 2 and 3 are newer: the write falls into two pieces, as does the copy.
+    rig.one(write(1, 4, 10));
+    let copies = [1, 3, 5].map(|block| {
+        let data = content(block, 99);
+        StoredBlock { block, state: BlockState { version: v(5), crc: block_crcs(&data)[0], kind: BlockKind::Data } }
+    });
+    let data = [1, 3, 5].map(|block| content(block, 99)).concat();
+    rig.one(DiskOp::Store { blocks: copies.to_vec(), join: v(11), data: data.into() });
+    rig.one(DiskOp::Flush { mark: Some(v(13)) });
+    let (states, data) = rig.read(0, 8);
+    let sequences: Vec<_> = states.iter().map(|state| state.version.sequence).collect();
+    assert_eq!(sequences, [10, 5, 11, 11, 10, 5, 12, 10]);
+    assert_eq!(states[2].kind, BlockKind::Zero);
+    assert_eq!(data.len(), 6 * BLOCK_BYTES);
+    let expected = [content(0, 10), content(1, 99), content(4, 10), content(5, 99), vec![0; BLOCK_BYTES]];
+    assert!(data.starts_with(&expected.concat()));
+}
+
+#[test]
+fn everything_else_and_the_end() {
+    let mut rig = Rig::new(8);
+    let entries = vec![LogEntry { slot: 700, extent: Some(ExtentId(1)) }];
+    rig.one(DiskOp::ActivityLog { entries });
+    rig.one(DiskOp::Header(HeaderChange::Promise { generation: Generation(4), upstairs: Uuid::from_u128(8) }));
+    rig.one(write(1024, 1024, 3));
+    let flushes = [Some(v(4)), None, Some(v(6)), Some(v(5))].map(|mark| DiskOp::Flush { mark });
+    assert!(rig.run(flushes.into()).iter().all(|done| done.result.is_ok()));
+    assert_eq!(rig.region.header().flushed, v(6));
+    let DiskOutcome::Contexts(states) = rig.one(DiskOp::Contexts { extent: ExtentId(1) }) else { panic!() };
+    assert!(states.len() == 1024 && states.iter().all(|state| state.version == v(3)));
+    let DiskOutcome::Digests(digests) = rig.one(DiskOp::Digests { first: ExtentId(0), count: 9 }) else { panic!() };
+    assert!(digests.len() == 4 && digests[1] != 0 && digests[0] == 0);
+    assert!(rig.run(vec![write(4095, 1, 7), write(4096, 1, 7)])[1].result.is_err());
+
+    // What was handed in is finished before the threads end.
+    let pool = rig.pool.take().unwrap();
+    let mut commands = (0..100).map(|number| DiskCommand { op: OpId(number), kind: write(number * 9, 1, 50) }).collect();
+    pool.submit(&mut commands);
+    drop(pool);
+    assert!((0..100).all(|number| rig.region.plan_read(BlockRange::single(number * 9), ReadMode::Data).unwrap().fetch.is_some()));
+    let digest = fold_digests(rig.region.digests(ExtentId(0), 4).into_iter());
+    drop(rig.region);
+    let (region, facts) = Region::open(&rig.path, &OpenOptions::default()).unwrap();
+    assert!(!facts.lost_power && facts.promised == Generation(4));
+    assert_eq!(facts.log_entries, [LogEntry { slot: 700, extent: Some(ExtentId(1)) }]);
+    assert_eq!(fold_digests(region.digests(ExtentId(0), 4).into_iter()), digest);
+}
+
+#[test]
+fn too_much_is_refused_at_once() {
+    let mut rig = Rig::new(1);
+    let done = rig.run((0..3000_u64).map(|number| write(number, 1, 1)).collect());
+    let refused = done.iter().filter(|done| done.result.is_err()).count();
+    assert_eq!(refused, 2000);
+    assert!(done[2999].result.as_ref().is_err_and(|error| error.to_string().contains("as many operations as it may")));
+}

@@ -1,0 +1,150 @@
+//! What `run` is told, validated: from flags, and from a file with the same keys.
+//!
+//! Invariants:
+//! - A [`Config`] that exists can be used; whoever is at fault for one that doesn't is named with flag or key and value.
+//! - A flag wins over the file.
+
+use std::io;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use thiserror::Error;
+use tracing::level_filters::LevelFilter;
+
+/// What a replica is run with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    pub region: PathBuf,
+    pub listen: SocketAddr,
+    pub log: String,
+}
+
+/// The same keys, each given or not: by flags, or by the file.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Settings {
+    pub region: Option<PathBuf>,
+    pub listen: Option<String>,
+    #[serde(alias = "allow-plaintext")]
+    pub allow_plaintext: Option<bool>,
+    pub log: Option<String>,
+}
+
+#[derive(Debug, Error)]
+pub enum ConfigError {
+    #[error("cannot read --config {}", path.display())]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{} line {line}, key `{key}`: {message}", path.display())]
+    Syntax { path: PathBuf, line: usize, key: String, message: String },
+    #[error("--region is missing: name the region file or block device to serve")]
+    NoRegion,
+    #[error("--listen is missing: name the address to serve on, such as 127.0.0.1:3810")]
+    NoListen,
+    #[error("--listen {value:?} is not IP:PORT, such as 127.0.0.1:3810 or [::1]:3810")]
+    Listen { value: String },
+    #[error(
+        "--log {value:?} is neither error, warn, info, debug, trace or off, nor directives such as info,target=debug"
+    )]
+    Log { value: String },
+    #[error(
+        "--listen {address} is not a loopback address, and the wire is neither encrypted nor authenticated: whoever \
+         reaches that port can read and overwrite the volume. Listen on 127.0.0.1 behind a tunnel, or pass \
+         --allow-plaintext if every host on that network may be trusted"
+    )]
+    Plaintext { address: SocketAddr },
+}
+
+impl Config {
+    /// From the flags and, if one is named, the file.
+    pub fn new(flags: Settings, file: Option<&Path>) -> Result<Self, ConfigError> {
+        let file = file.map_or_else(|| Ok(Settings::default()), Settings::read)?;
+        let region = flags.region.or(file.region).ok_or(ConfigError::NoRegion)?;
+        let listen = flags.listen.or(file.listen).ok_or(ConfigError::NoListen)?;
+        let Ok(address) = listen.parse::<SocketAddr>() else {
+            return Err(ConfigError::Listen { value: listen });
+        };
+        let allowed = flags.allow_plaintext.or(file.allow_plaintext).unwrap_or(false);
+        if !address.ip().is_loopback() && !allowed {
+            return Err(ConfigError::Plaintext { address });
+        }
+        let log = flags.log.or(file.log).unwrap_or_else(|| "info".to_owned());
+        if !log.split(',').all(is_directive) {
+            return Err(ConfigError::Log { value: log });
+        }
+        Ok(Self { region, listen: address, log })
+    }
+}
+
+/// A level, or a target and a level. (The logger itself would take any word for a target, so a misspelt level for all.)
+fn is_directive(text: &str) -> bool {
+    text.rsplit('=').next().is_some_and(|level| level.parse::<LevelFilter>().is_ok() && !level.is_empty())
+}
+
+impl Settings {
+    fn read(path: &Path) -> Result<Self, ConfigError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+        toml::from_str(&text).map_err(|error| {
+            let start = error.span().map_or(0, |span| span.start);
+            let before = text.get(..start).unwrap_or_default();
+            let line = before.matches('\n').count() + 1;
+            let line_text = text.lines().nth(line - 1).unwrap_or_default();
+            let key = line_text.split('=').next().unwrap_or_default().trim().to_owned();
+            let message = error.message().to_owned();
+            ConfigError::Syntax { path: path.to_owned(), line, key, message }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn flags(listen: &str) -> Settings {
+        Settings { region: Some("r.img".into()), listen: Some(listen.to_owned()), ..Settings::default() }
+    }
+
+    #[test]
+    fn flags_are_checked() {
+        let check = |listen: &str, allow: bool, says: &str| {
+            let settings = Settings { allow_plaintext: allow.then_some(true), ..flags(listen) };
+            match Config::new(settings, None) {
+                Ok(config) => assert_eq!(config.listen.to_string(), says),
+                Err(error) => assert!(error.to_string().contains(says), "{error}"),
+            }
+        };
+        check("127.0.0.1:0", false, "127.0.0.1:0");
+        check("[::1]:7", false, "[::1]:7");
+        check("0.0.0.0:7", false, "--allow-plaintext");
+        check("0.0.0.0:7", true, "0.0.0.0:7");
+        check("localhost", false, "--listen \"localhost\" is not IP:PORT");
+        assert!(matches!(Config::new(Settings::default(), None), Err(ConfigError::NoRegion)));
+        for (log, fine) in
+            [("info", true), ("warn,a::b=trace", true), ("verbose", false), ("a=", false), ("", false)]
+        {
+            let settings = Settings { log: Some(log.to_owned()), ..flags("127.0.0.1:1") };
+            assert_eq!(Config::new(settings, None).is_ok(), fine, "{log}");
+        }
+    }
+
+    #[test]
+    fn the_file_gives_way_to_flags_and_its_errors_say_where() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("newel.toml");
+        let check = |text: &str, says: &str| {
+            std::fs::write(&path, text).unwrap();
+            match Config::new(Settings { log: Some("warn".to_owned()), ..Settings::default() }, Some(&path)) {
+                Ok(config) => assert_eq!(format!("{} {}", config.listen, config.log), says),
+                Err(error) => assert!(error.to_string().contains(says), "{error}"),
+            }
+        };
+        check(
+            "region = 'r'\nlisten = '10.0.0.1:7'\nallow_plaintext = true\nlog = 'debug'",
+            "10.0.0.1:7 warn",
+        );
+        check("region = 'r'\nlisten = 7\n", "newel.toml line 2, key `listen`: invalid type");
+        check("region = 'r'\n\nlistne = '1'\n", "newel.toml line 3, key `listne`: unknown field");
+        check("region = ", "newel.toml line 1, key `region`");
+    }
+}

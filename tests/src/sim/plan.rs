@@ -1,0 +1,183 @@
+//! What a seed stands for: sizes, delays and how often which fault happens.
+
+use std::time::Duration;
+
+use newel_upstairs::core::config::{Limits, Timing};
+use rand::{RngExt as _, SeedableRng as _};
+use rand_chacha::ChaCha8Rng;
+
+use super::history::Nanos;
+
+pub const MS: Nanos = 1_000_000;
+
+/// A mistake put in on purpose; the checker must find each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Bug {
+    /// A write is acknowledged once one replica has it.
+    AckAtOne,
+    /// Last active generations are ignored at activation.
+    IgnoreLastActive,
+    /// Catch-up overwrites newer blocks.
+    CopyOver,
+    /// A flush does not cover the contexts.
+    FlushSkipsContexts,
+    /// The activity log is written after the data.
+    LogAfterData,
+    /// An older session goes on after a newer one was promoted.
+    StaleSessionNotFenced,
+    /// Answers to reads aren't held.
+    ReadsNotHeld,
+    /// A joiner counts before its `Activated` is durable.
+    JoinerCountsEarly,
+    /// Guests are served before a quorum is activated.
+    ServedEarly,
+}
+
+impl Bug {
+    pub const ALL: [Self; 9] = [
+        Self::AckAtOne,
+        Self::IgnoreLastActive,
+        Self::CopyOver,
+        Self::FlushSkipsContexts,
+        Self::LogAfterData,
+        Self::StaleSessionNotFenced,
+        Self::ReadsNotHeld,
+        Self::JoinerCountsEarly,
+        Self::ServedEarly,
+    ];
+}
+
+#[derive(Clone, Debug)]
+pub struct Plan {
+    pub seed: u64,
+    pub bug: Option<Bug>,
+    pub blocks: u64,
+    /// Slots of the activity log that the core may use: few, so that extents are evicted.
+    pub log_slots: u32,
+    pub connections: usize,
+    pub depth: usize,
+    /// Mean time between a guest's answer and its next request.
+    pub think: Nanos,
+    pub network: (Nanos, Nanos),
+    pub disk: (Nanos, Nanos),
+    /// A replica whose disk is slower by this factor.
+    pub slow: Option<(usize, u64)>,
+    /// Mean time between faults.
+    pub fault_every: Nanos,
+    /// How long faults go on.
+    pub faults_for: Nanos,
+    /// How long everything may take to become equal afterwards.
+    pub converge_within: Nanos,
+    /// Weights of the faults, by [`Fault`].
+    pub weights: Vec<(Fault, u32)>,
+    pub limits: Limits,
+    pub timing: Timing,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Fault {
+    KillReplica,
+    PauseReplica,
+    PowerCut,
+    PowerCutAll,
+    /// A replica dies in the middle of a disk operation.
+    DieMidway,
+    CutLink,
+    /// A link delivers nothing for a while.
+    StallLink,
+    /// No replies, no requests, no notice.
+    Partition,
+    KillUpstairs,
+    PauseUpstairs,
+    Takeover,
+    StopUpstairs,
+    DiskStuck,
+    SyncFails,
+    DiskFull,
+    BitFlip,
+    ReadError,
+    KillAll,
+}
+
+impl Plan {
+    pub fn new(seed: u64) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed ^ 0x6e65_7765_6c00);
+        let power = seed % 2 == 1;
+        let damage = seed % 5 == 4;
+        let mut weights = vec![
+            (Fault::KillReplica, 6),
+            (Fault::PauseReplica, 4),
+            (Fault::DieMidway, 4),
+            (Fault::CutLink, 4),
+            (Fault::StallLink, 3),
+            (Fault::Partition, 2),
+            (Fault::KillUpstairs, 4),
+            (Fault::PauseUpstairs, 1),
+            (Fault::Takeover, 2),
+            (Fault::StopUpstairs, 1),
+            (Fault::DiskStuck, 2),
+            (Fault::SyncFails, 1),
+            (Fault::DiskFull, 1),
+            (Fault::KillAll, 1),
+        ];
+        if power {
+            weights.extend([(Fault::PowerCut, 8), (Fault::PowerCutAll, 2)]);
+        }
+        if damage {
+            weights.extend([(Fault::BitFlip, 4), (Fault::ReadError, 2)]);
+        }
+        // Each seed leaves some out, so that the others come together more often.
+        for (_, weight) in &mut weights {
+            if rng.random_bool(0.4) {
+                *weight = 0;
+            }
+        }
+        weights.push((Fault::KillReplica, 1));
+        let disk_low = rng.random_range(5_000..100_000);
+        Self {
+            seed,
+            bug: None,
+            blocks: 2500,
+            log_slots: rng.random_range(1..=3),
+            connections: rng.random_range(1..=3),
+            depth: rng.random_range(1..=3),
+            think: rng.random_range(10_000..2 * MS),
+            network: (5_000, rng.random_range(20_000..2 * MS)),
+            disk: (disk_low, disk_low * rng.random_range(2..20)),
+            slow: rng.random_bool(0.3).then(|| (rng.random_range(0..3), rng.random_range(5..200))),
+            fault_every: rng.random_range(20 * MS..600 * MS),
+            faults_for: rng.random_range(500 * MS..5_000 * MS),
+            converge_within: 60_000 * MS,
+            weights,
+            limits: Limits {
+                volume_jobs: rng.random_range(2..40),
+                volume_bytes: 1 << 20,
+                replica_jobs: rng.random_range(40..200),
+                replica_bytes: 2 << 20,
+                waiting: 64,
+            },
+            timing: Timing {
+                backoff_first: Duration::from_millis(5),
+                backoff_max: Duration::from_millis(100),
+                handshake: Duration::from_millis(300),
+                promote: Duration::from_millis(1500),
+                ping_every: Duration::from_millis(50),
+                silence: Duration::from_millis(300),
+                job_age: Duration::from_millis(500),
+                third_wait: Duration::from_millis(30),
+                power_wait: Duration::from_millis(400),
+                quorum_timeout: None,
+            },
+        }
+    }
+
+    pub fn with_bug(seed: u64, bug: Bug) -> Self {
+        Self { bug: Some(bug), ..Self::new(seed) }
+    }
+
+    pub fn has_damage(&self) -> bool {
+        self.weights
+            .iter()
+            .any(|&(fault, weight)| matches!(fault, Fault::BitFlip | Fault::ReadError) && weight > 0)
+    }
+}

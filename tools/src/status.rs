@@ -1,0 +1,192 @@
+//! `newel status`: a volume's state as a table, or as the JSON that the daemon gives.
+
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result};
+use clap::Args;
+use newel_upstairs::core::status::{CatchUpStatus, ReplicaStatus, Status};
+
+use crate::address::Address;
+use crate::size::human;
+use crate::up::layout::{self, Layout};
+use crate::{http, say, up};
+
+/// Where the systemd unit lets an upstairs keep its status socket.
+const RUN_DIRECTORY: &str = "/run/newel";
+
+#[derive(Debug, Args)]
+pub(crate) struct StatusArgs {
+    /// Print the daemon's JSON as it is
+    #[arg(long)]
+    json: bool,
+    /// The directory of a `newel up` [default: that of `newel up`]
+    #[arg(long, conflicts_with_all = ["volume", "address"])]
+    dir: Option<PathBuf>,
+    /// A volume run by systemd: asks /run/newel/NAME.status.sock
+    #[arg(long, value_name = "NAME", conflicts_with = "address")]
+    volume: Option<String>,
+    /// The status address itself: unix:PATH or tcp:ADDR
+    #[arg(long)]
+    address: Option<Address>,
+}
+
+pub(crate) async fn run(args: StatusArgs) -> Result<()> {
+    let address = address(&args)?;
+    let body = http::get(&address, "/status").await?;
+    if args.json {
+        say(String::from_utf8_lossy(&body).trim_end());
+        return Ok(());
+    }
+    let status: Status = serde_json::from_slice(&body)
+        .with_context(|| format!("the answer of {address} is not a status of this version of Newel"))?;
+    say(table(&status).trim_end());
+    Ok(())
+}
+
+fn address(args: &StatusArgs) -> Result<Address> {
+    if let Some(address) = &args.address {
+        return Ok(address.clone());
+    }
+    if let Some(name) = &args.volume {
+        return Address::unix(&PathBuf::from(RUN_DIRECTORY).join(format!("{name}.status.sock")));
+    }
+    let dir = match &args.dir {
+        Some(dir) => dir.clone(),
+        None => layout::default_dir()?,
+    };
+    let layout = Layout::new(&dir)?;
+    Ok(up::volume::Volume::load(&layout)?
+        .with_context(|| {
+            format!("no volume in {}: `newel up` makes one, --dir and --volume name another", dir.display())
+        })?
+        .status)
+}
+
+/// Latencies and delays: µs below 10 ms, else ms.
+fn micros(value: u64) -> String {
+    if value < 10_000 { format!("{value} µs") } else { format!("{} ms", value / 1000) }
+}
+
+fn table(status: &Status) -> String {
+    let mut rows = vec![
+        [
+            "replica",
+            "state",
+            "address",
+            "jobs",
+            "bytes",
+            "last reply",
+            "mean",
+            "lead",
+            "read delay",
+            "healed",
+        ]
+        .map(str::to_owned),
+    ];
+    rows.extend(status.replicas.iter().map(row));
+    let mut widths = [0; 10];
+    for row in &rows {
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = (*width).max(cell.chars().count());
+        }
+    }
+    let mut out = String::new();
+    let mut line = |text: String| {
+        out.push_str(text.trim_end());
+        out.push('\n');
+    };
+    line(format!("volume     {} ({})", status.name, status.volume));
+    line(format!("size       {}", human(status.size_bytes)));
+    line(format!("state      {}, generation {}", status.state, status.generation));
+    line(format!(
+        "in flight  {} jobs, {}, for {} guest requests",
+        status.jobs_in_flight,
+        human(status.bytes_in_flight as u64),
+        status.guest_requests
+    ));
+    line(String::new());
+    for (index, row) in rows.iter().enumerate() {
+        let cells: Vec<String> =
+            row.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
+        line(cells.join("  "));
+        let Some(replica) = index.checked_sub(1).and_then(|at| status.replicas.get(at)) else { continue };
+        if let Some(reason) = &replica.reason {
+            line(format!("         {reason}"));
+        }
+        if let Some(progress) = &replica.catch_up {
+            line(format!("         {}", catch_up(progress)));
+        }
+    }
+    out
+}
+
+fn row(replica: &ReplicaStatus) -> [String; 10] {
+    let time = |value: Option<u64>| value.map_or_else(|| "-".to_owned(), micros);
+    [
+        replica.id.to_string(),
+        replica.state.replace('_', " "),
+        replica.address.clone(),
+        replica.queue_jobs.to_string(),
+        human(replica.queue_bytes as u64),
+        time(replica.last_reply_us),
+        time(replica.mean_reply_us),
+        time(replica.lead_us),
+        micros(replica.read_delay_us),
+        replica.healed_blocks.to_string(),
+    ]
+}
+
+fn catch_up(progress: &CatchUpStatus) -> String {
+    let percent = progress.extents_done.saturating_mul(100).checked_div(progress.extents_total).unwrap_or(0);
+    let left = progress.eta_s.map_or_else(String::new, |seconds| format!(", about {seconds} s left"));
+    format!(
+        "catching up: {} of {} extents ({percent}%), {} blocks copied{left}",
+        progress.extents_done, progress.extents_total, progress.blocks_copied
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_names_everything_that_matters() {
+        let replica = |id: u8, state: &str| ReplicaStatus {
+            id,
+            state: state.into(),
+            address: format!("127.0.0.1:2100{id}"),
+            queue_jobs: 3,
+            queue_bytes: 12 << 10,
+            last_reply_us: Some(85),
+            read_delay_us: 12_500,
+            ..ReplicaStatus::default()
+        };
+        let mut lagging = replica(1, "catching_up");
+        lagging.reason = Some("its connection broke".into());
+        lagging.catch_up =
+            Some(CatchUpStatus { extents_total: 200, extents_done: 50, blocks_copied: 7, eta_s: Some(3) });
+        let status = Status {
+            name: "db".into(),
+            volume: "uuid".into(),
+            size_bytes: 4 << 30,
+            generation: 9,
+            state: "serving".into(),
+            replicas: vec![replica(0, "active"), lagging],
+            ..Status::default()
+        };
+        let table = table(&status);
+        for part in [
+            "db (uuid)",
+            "4.0 GiB",
+            "serving, generation 9",
+            "127.0.0.1:21001",
+            "85 µs",
+            "12 ms",
+            "12.0 KiB",
+            "its connection broke",
+            "50 of 200 extents (25%), 7 blocks copied, about 3 s left",
+        ] {
+            assert!(table.contains(part), "{part:?} is missing in\n{table}");
+        }
+    }
+}

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Every test of the workspace, with what they need: installs the programs (as root, by apt), builds the daemons, runs the
+# tests in release, and ends with one line: N passed, N failed, N skipped.
+#
+# usage: tools/test.sh [CARGO-TEST-ARGUMENT...]     for example: tools/test.sh --test failure
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# --- what the tests drive -------------------------------------------------------------------------
+packages() { # program and the Debian package that has it
+  cat <<'END'
+fio fio
+nbdinfo libnbd-bin
+nbdcopy libnbd-bin
+/usr/lib/python3/dist-packages/nbd.py python3-libnbd
+qemu-img qemu-utils
+qemu-io qemu-utils
+mke2fs e2fsprogs
+mkfs.xfs xfsprogs
+mkfs.btrfs btrfs-progs
+strace strace
+jq jq
+systemd-analyze systemd
+END
+}
+PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
+missing=$(packages | while read -r program package; do
+  command -v "$program" >/dev/null || [ -e "$program" ] || echo "$package"
+done | sort -u | tr '\n' ' ')
+if [ -n "$missing" ]; then
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "installing: $missing"
+    # shellcheck disable=SC2086 # several packages
+    apt-get install -y --no-install-recommends $missing >/dev/null ||
+      { apt-get update >/dev/null && apt-get install -y --no-install-recommends $missing >/dev/null; } ||
+      echo "could not install: $missing; the tests that need them will be skipped" >&2
+  else
+    echo "missing: $missing; the tests that need them will be skipped (as root they would be installed)" >&2
+  fi
+fi
+
+# --- build and run --------------------------------------------------------------------------------
+# The tests start the daemons from target/release: `cargo test` alone doesn't build them.
+cargo build --release --workspace
+target=${CARGO_TARGET_DIR:-target}
+log=$target/test.log
+status=0
+cargo test --release --workspace --no-fail-fast "$@" -- --show-output 2>&1 | tee "$log" || status=$?
+
+# --- the totals -----------------------------------------------------------------------------------
+# A test that can't run here prints SKIPPED: and returns, which the runner takes for a pass. A skipped part of a test,
+# named in brackets, leaves the test itself passed.
+skipped_tests=$(grep -E '^SKIPPED: [^ (]+:' "$log" | sort -u | wc -l)
+skipped_parts=$(grep -E '^SKIPPED: [^ :]+ \(' "$log" | sort -u | wc -l)
+grep -E '^SKIPPED:' "$log" | sort -u || true
+awk -v skipped="$skipped_tests" -v parts="$skipped_parts" '
+  /^test result:/ { passed += $4; failed += $6; ignored += $8 }
+  END { printf "%d passed, %d failed, %d skipped\n", passed - skipped, failed, ignored + skipped + parts }' "$log"
+exit "$status"

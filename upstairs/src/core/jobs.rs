@@ -1,0 +1,260 @@
+//! The job table: every job from its number to the last reply that is still owed for it.
+//!
+//! Invariants:
+//! - Numbers are given once per process and rise; a write's number is its sequence.
+//! - A job stays in the table until it is settled (acknowledged, answered or failed) *and* no connected replica owes a
+//!   reply for it. So a change that is not in the table is acknowledged, and whoever joins is sent what is in the table.
+//! - A job never crosses an extent boundary (see `BlockRange`).
+
+use std::collections::VecDeque;
+
+use bytes::Bytes;
+use newel_protocol::wire::Op;
+use newel_protocol::{BlockRange, BlockState, ExtentId, JobId};
+
+use super::api::{ReplicaId, ReplicaSet, Time};
+
+/// A guest request in the request table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct ReqKey(pub(super) usize);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Owner {
+    /// A piece of a guest's request.
+    Guest { req: ReqKey, piece: u32 },
+    /// The request was answered early (quorum timeout) or is gone; the job runs on for its own sake.
+    Nobody,
+    /// Sent to one replica only; gone with that replica's link.
+    Internal(Purpose),
+}
+
+/// What an internal job is for. `subject` is the replica being brought up to date (`None` while reconciling), `epoch` the
+/// resync it belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Purpose {
+    ResyncRead { subject: Option<ReplicaId>, epoch: u64, extent: ExtentId, copy: u32 },
+    ResyncStore { subject: Option<ReplicaId>, epoch: u64, extent: ExtentId },
+    ResyncFlush { subject: Option<ReplicaId>, epoch: u64 },
+    HealRead { target: ReplicaId, block: u64, tried: ReplicaSet },
+    HealStore { block: u64 },
+}
+
+/// What a read has collected so far.
+#[derive(Debug, Default)]
+pub(super) struct ReadState {
+    /// Replies in which some block was bad, kept because another may have just those.
+    pub(super) partial: Vec<PartialAnswer>,
+    /// Replicas that gave no complete answer.
+    pub(super) failed: ReplicaSet,
+    /// A complete answer, held until every version it shows is acknowledged.
+    pub(super) answer: Option<HeldAnswer>,
+}
+
+#[derive(Debug)]
+pub(super) struct PartialAnswer {
+    pub(super) replica: ReplicaId,
+    pub(super) states: Vec<BlockState>,
+    /// Good data by block of the range.
+    pub(super) blocks: Vec<Option<Bytes>>,
+}
+
+#[derive(Debug)]
+pub(super) struct HeldAnswer {
+    pub(super) blocks: AnswerBlocks,
+    /// Sequences of this generation that the answer shows and that were not acknowledged when it arrived.
+    pub(super) waits_for: Vec<JobId>,
+}
+
+/// A read's data: as it came from one replica, or put together from several.
+#[derive(Debug)]
+pub(super) struct AnswerBlocks {
+    pub(super) states: Vec<BlockState>,
+    /// The data of the blocks of kind `Data`, in order, in one or many pieces of whole blocks.
+    pub(super) data: Vec<Bytes>,
+}
+
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) id: JobId,
+    pub(super) op: Op,
+    pub(super) payload: Bytes,
+    /// Bytes this job counts for in every bound.
+    pub(super) cost: usize,
+    pub(super) owner: Owner,
+    pub(super) issued: Time,
+    /// Connected replicas that have it and have not replied.
+    pub(super) owed: ReplicaSet,
+    /// Replicas that executed it, in whatever role.
+    pub(super) done: ReplicaSet,
+    /// Replicas that executed it and were Active then.
+    pub(super) counted: ReplicaSet,
+    pub(super) settled: bool,
+    pub(super) replied: [Option<Time>; ReplicaId::COUNT],
+    pub(super) read: Option<Box<ReadState>>,
+}
+
+impl Job {
+    pub(super) fn is_read(&self) -> bool {
+        matches!(self.op, Op::Read { .. })
+    }
+
+    pub(super) fn is_internal(&self) -> bool {
+        matches!(self.owner, Owner::Internal(_))
+    }
+
+    /// A guest's write, zero, trim or flush: what every connected replica gets and a joiner is sent again.
+    pub(super) fn is_guest_change(&self) -> bool {
+        !self.is_read() && !self.is_internal()
+    }
+
+    /// A change of blocks whose version is its number.
+    pub(super) fn is_write(&self) -> bool {
+        matches!(self.op, Op::Write { .. } | Op::Zero { .. })
+    }
+}
+
+/// The bytes that a job counts for: what travels with it or with its answer.
+pub(super) fn cost(op: &Op, payload: &Bytes) -> usize {
+    const BASE: usize = 256;
+    BASE + match op {
+        Op::Read { range, mode } => match mode {
+            newel_protocol::wire::ReadMode::Contexts => range.count as usize * 17,
+            newel_protocol::wire::ReadMode::Data | newel_protocol::wire::ReadMode::Raw => range.bytes(),
+        },
+        Op::Write { .. } | Op::Zero { .. } | Op::Flush | Op::Store { .. } => payload.len(),
+    }
+}
+
+/// Jobs by number. Numbers are dense, so this is a ring with holes.
+#[derive(Debug)]
+pub(super) struct JobTable {
+    base: u64,
+    ring: VecDeque<Option<Job>>,
+    live: usize,
+}
+
+impl JobTable {
+    pub(super) fn new() -> Self {
+        Self { base: 1, ring: VecDeque::new(), live: 0 }
+    }
+
+    /// The number that the next job will get.
+    pub(super) fn next_id(&self) -> JobId {
+        JobId(self.base + self.ring.len() as u64)
+    }
+
+    pub(super) fn insert(&mut self, job: Job) {
+        debug_assert_eq!(job.id, self.next_id(), "jobs are inserted in the order of their numbers");
+        self.ring.push_back(Some(job));
+        self.live += 1;
+    }
+
+    pub(super) fn get(&self, id: JobId) -> Option<&Job> {
+        self.ring.get(self.index(id)?)?.as_ref()
+    }
+
+    pub(super) fn get_mut(&mut self, id: JobId) -> Option<&mut Job> {
+        let index = self.index(id)?;
+        self.ring.get_mut(index)?.as_mut()
+    }
+
+    pub(super) fn remove(&mut self, id: JobId) -> Option<Job> {
+        let index = self.index(id)?;
+        let job = self.ring.get_mut(index)?.take()?;
+        self.live -= 1;
+        while matches!(self.ring.front(), Some(None)) {
+            self.ring.pop_front();
+            self.base += 1;
+        }
+        Some(job)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Job> {
+        self.ring.iter().flatten()
+    }
+
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Job> {
+        self.ring.iter_mut().flatten()
+    }
+
+    /// The numbers of the jobs that match, in order.
+    pub(super) fn ids(&self, mut matches: impl FnMut(&Job) -> bool) -> Vec<JobId> {
+        self.iter().filter(|job| matches(job)).map(|job| job.id).collect()
+    }
+
+    /// True if this number belongs to a guest's change that is not acknowledged.
+    pub(super) fn is_unacknowledged(&self, id: JobId) -> bool {
+        self.get(id).is_some_and(|job| job.is_guest_change() && !job.settled)
+    }
+
+    fn index(&self, id: JobId) -> Option<usize> {
+        usize::try_from(id.0.checked_sub(self.base)?).ok()
+    }
+}
+
+/// Cuts `start..end` (in blocks) at extent boundaries.
+pub(super) fn pieces(start: u64, end: u64) -> impl Iterator<Item = BlockRange> {
+    let mut at = start;
+    std::iter::from_fn(move || {
+        if at >= end {
+            return None;
+        }
+        let boundary =
+            BlockRange::single(at).extent().first_block() + u64::from(newel_protocol::EXTENT_BLOCKS);
+        let stop = boundary.min(end);
+        let count = u32::try_from(stop - at).unwrap_or(newel_protocol::EXTENT_BLOCKS);
+        let range = BlockRange::new(at, count);
+        at = stop;
+        Some(range)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn job(id: JobId) -> Job {
+        Job {
+            id,
+            op: Op::Flush,
+            payload: Bytes::new(),
+            cost: 1,
+            owner: Owner::Nobody,
+            issued: Time(0),
+            owed: ReplicaSet::EMPTY,
+            done: ReplicaSet::EMPTY,
+            counted: ReplicaSet::EMPTY,
+            settled: false,
+            replied: [None; 3],
+            read: None,
+        }
+    }
+
+    #[test]
+    fn the_ring_survives_removal_in_any_order() {
+        let mut table = JobTable::new();
+        for _ in 0..10 {
+            table.insert(job(table.next_id()));
+        }
+        for id in [3, 1, 2, 10, 9] {
+            assert!(table.remove(JobId(id)).is_some());
+            assert!(table.remove(JobId(id)).is_none());
+        }
+        assert_eq!(table.ids(|_| true), [4, 5, 6, 7, 8].map(JobId));
+        assert_eq!(table.next_id(), JobId(11));
+        assert!(table.is_unacknowledged(JobId(4)) && !table.is_unacknowledged(JobId(3)));
+        assert!(table.get(JobId(0)).is_none() && table.get(JobId(99)).is_none());
+    }
+
+    #[test]
+    fn pieces_end_at_extents() {
+        let check = |start, end, expected: &[(u64, u32)]| {
+            let got: Vec<_> = pieces(start, end).map(|r| (r.start, r.count)).collect();
+            assert_eq!(got, expected);
+        };
+        check(0, 1, &[(0, 1)]);
+        check(1023, 1026, &[(1023, 1), (1024, 2)]);
+        check(5, 2048, &[(5, 1019), (1024, 1024)]);
+        check(7, 7, &[]);
+    }
+}

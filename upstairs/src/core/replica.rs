@@ -1,0 +1,330 @@
+//! One replica as the upstairs sees it: its link, its role, what it owes, and how fast it answers.
+//!
+//! Invariants:
+//! - Only `Role::Active` counts for a quorum and gets reads.
+//! - `queue_jobs` and `queue_bytes` are those of the jobs that have this replica in `owed`; a link that goes takes both to
+//!   zero.
+//! - An event that carries another link than the current one is stale and changes nothing.
+
+use std::time::Duration;
+
+use newel_protocol::Version;
+use newel_protocol::wire::Welcome;
+use uuid::Uuid;
+
+use super::api::{LinkId, ReplicaId, Time};
+use super::config::Timing;
+use super::resync::Resync;
+
+#[derive(Debug)]
+pub(super) enum Link {
+    /// No connection; the next attempt starts at `retry_at`.
+    Down {
+        retry_at: Time,
+    },
+    Connecting {
+        since: Time,
+    },
+    /// Hello is out.
+    Greeting {
+        since: Time,
+    },
+    /// Known, but in no role: activation or a join takes it from here.
+    Greeted,
+    /// Promote is out.
+    Promoting {
+        since: Time,
+    },
+    Up(Role),
+}
+
+#[derive(Debug)]
+pub(super) enum Role {
+    /// Takes part in an activation that isn't finished.
+    Activating,
+    CatchingUp(Box<CatchUp>),
+    Active,
+}
+
+/// A joiner on its way to Active.
+#[derive(Debug)]
+pub(super) struct CatchUp {
+    pub(super) stage: CatchUpStage,
+    pub(super) started: Time,
+}
+
+#[derive(Debug)]
+pub(super) enum CatchUpStage {
+    /// No Active replica to copy from yet.
+    NoSource,
+    Copying(Resync),
+    /// Everything is copied; its flush is out.
+    Flushing,
+    /// `Activated` is out: counts as soon as it is stored.
+    Storing,
+}
+
+#[derive(Debug)]
+pub(super) struct Replica {
+    pub(super) id: ReplicaId,
+    pub(super) link_id: LinkId,
+    pub(super) link: Link,
+    pub(super) welcome: Option<Welcome>,
+    /// How it introduced itself last, for the status.
+    pub(super) region: Option<Uuid>,
+    pub(super) queue_jobs: usize,
+    pub(super) queue_bytes: usize,
+    /// Of a joiner: the first version that it is sent itself.
+    pub(super) join: Version,
+    pub(super) last_heard: Time,
+    ping: Ping,
+    backoff: Duration,
+    /// Since when it is Active, to tell a link that held from one that flaps.
+    pub(super) active_since: Option<Time>,
+    /// Why it isn't Active.
+    pub(super) reason: Option<String>,
+    pub(super) sessions: u64,
+    pub(super) reconnects: u64,
+    pub(super) healed_blocks: u64,
+    pub(super) times: ReplyTimes,
+}
+
+#[derive(Debug, Default)]
+struct Ping {
+    nonce: u64,
+    waiting: bool,
+    sent: Time,
+}
+
+/// How long after becoming Active a link counts as sound again, so that its back-off starts anew.
+const SOUND_AFTER: Duration = Duration::from_secs(30);
+
+impl Replica {
+    pub(super) fn new(id: ReplicaId, now: Time) -> Self {
+        Self {
+            id,
+            link_id: LinkId(0),
+            link: Link::Down { retry_at: now },
+            welcome: None,
+            region: None,
+            queue_jobs: 0,
+            queue_bytes: 0,
+            join: Version::NEVER,
+            last_heard: now,
+            ping: Ping::default(),
+            backoff: Duration::ZERO,
+            active_since: None,
+            reason: None,
+            sessions: 0,
+            reconnects: 0,
+            healed_blocks: 0,
+            times: ReplyTimes::default(),
+        }
+    }
+
+    pub(super) fn is_active(&self) -> bool {
+        matches!(self.link, Link::Up(Role::Active))
+    }
+
+    /// Gets jobs: Active or catching up.
+    pub(super) fn takes_jobs(&self) -> bool {
+        matches!(self.link, Link::Up(Role::Active | Role::CatchingUp(_)))
+    }
+
+    pub(super) fn is_down(&self) -> bool {
+        matches!(self.link, Link::Down { .. })
+    }
+
+    pub(super) fn catch_up(&mut self) -> Option<&mut CatchUp> {
+        match &mut self.link {
+            Link::Up(Role::CatchingUp(catch_up)) => Some(catch_up),
+            Link::Down { .. }
+            | Link::Connecting { .. }
+            | Link::Greeting { .. }
+            | Link::Greeted
+            | Link::Promoting { .. }
+            | Link::Up(Role::Activating | Role::Active) => None,
+        }
+    }
+
+    pub(super) fn state_name(&self) -> &'static str {
+        match &self.link {
+            Link::Up(Role::Active) => "active",
+            Link::Up(Role::CatchingUp(_)) => "catching_up",
+            Link::Down { .. } if self.reason.is_some() => "left",
+            Link::Down { .. }
+            | Link::Connecting { .. }
+            | Link::Greeting { .. }
+            | Link::Greeted
+            | Link::Promoting { .. }
+            | Link::Up(Role::Activating) => "connecting",
+        }
+    }
+
+    pub(super) fn owes(&mut self, cost: usize) {
+        self.queue_jobs += 1;
+        self.queue_bytes += cost;
+    }
+
+    pub(super) fn paid(&mut self, cost: usize) {
+        self.queue_jobs = self.queue_jobs.saturating_sub(1);
+        self.queue_bytes = self.queue_bytes.saturating_sub(cost);
+    }
+
+    /// The link is gone: everything of it is forgotten and the next attempt is due after the back-off.
+    pub(super) fn go_down(&mut self, now: Time, reason: String, timing: &Timing, minimum: Duration) {
+        let was_sound = self.active_since.is_some_and(|since| now.since(since) >= SOUND_AFTER);
+        if was_sound {
+            self.backoff = Duration::ZERO;
+        }
+        // The first attempt after a break comes soon: most breaks are restarts.
+        self.backoff = if self.backoff.is_zero() {
+            timing.backoff_first
+        } else {
+            (self.backoff * 2).min(timing.backoff_max)
+        };
+        self.link = Link::Down { retry_at: now.after(self.backoff.max(minimum)) };
+        self.welcome = None;
+        self.queue_jobs = 0;
+        self.queue_bytes = 0;
+        self.active_since = None;
+        self.reason = Some(reason);
+        self.times.clear();
+    }
+
+    pub(super) fn become_active(&mut self, now: Time) {
+        self.link = Link::Up(Role::Active);
+        self.active_since = Some(now);
+        self.reason = None;
+        self.times.clear();
+    }
+
+    /// A nonce if a ping is due.
+    pub(super) fn ping_due(&mut self, now: Time, every: Duration) -> Option<u64> {
+        let pinged = matches!(self.link, Link::Up(_) | Link::Greeted);
+        if self.ping.waiting || now.since(self.ping.sent) < every || !pinged {
+            return None;
+        }
+        self.ping = Ping { nonce: self.ping.nonce + 1, waiting: true, sent: now };
+        Some(self.ping.nonce)
+    }
+
+    pub(super) fn pong(&mut self, nonce: u64) {
+        if nonce == self.ping.nonce {
+            self.ping.waiting = false;
+        }
+    }
+
+    pub(super) fn start_pings(&mut self, now: Time) {
+        self.ping = Ping { nonce: self.ping.nonce, waiting: false, sent: now };
+        self.last_heard = now;
+    }
+
+    /// How long it has been silent although a ping is out.
+    pub(super) fn silent_for(&self, now: Time) -> Duration {
+        if self.ping.waiting { now.since(self.last_heard.max(self.ping.sent)) } else { Duration::ZERO }
+    }
+
+    /// When something about this link's time is due next.
+    pub(super) fn deadline(&self, timing: &Timing) -> Option<Time> {
+        match &self.link {
+            Link::Down { retry_at } => Some(*retry_at),
+            Link::Connecting { since } | Link::Greeting { since } => Some(since.after(timing.handshake)),
+            Link::Promoting { since } => Some(since.after(timing.promote)),
+            Link::Greeted | Link::Up(_) if self.ping.waiting => {
+                Some(self.last_heard.max(self.ping.sent).after(timing.silence))
+            }
+            Link::Greeted | Link::Up(_) => Some(self.ping.sent.after(timing.ping_every)),
+        }
+    }
+}
+
+/// Reply times of one replica over guest jobs. The mean and the lead are smoothed over the last few dozen jobs.
+#[derive(Debug, Default)]
+pub(super) struct ReplyTimes {
+    pub(super) last_us: Option<u64>,
+    mean_us: Option<f64>,
+    lead_us: Option<f64>,
+}
+
+/// Weight of a new sample: about the last 64 jobs count.
+const SMOOTHING: f64 = 1.0 / 64.0;
+
+impl ReplyTimes {
+    pub(super) fn record(&mut self, took: Duration) {
+        let took_us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
+        self.last_us = Some(took_us);
+        self.mean_us = Some(smooth(self.mean_us, took.as_secs_f64() * 1e6));
+    }
+
+    /// How much earlier than the slowest this replica answered a job that all Active ones answered.
+    pub(super) fn record_lead(&mut self, lead: Duration) {
+        self.lead_us = Some(smooth(self.lead_us, lead.as_secs_f64() * 1e6));
+    }
+
+    pub(super) fn mean_us(&self) -> Option<u64> {
+        self.mean_us.map(to_us)
+    }
+
+    pub(super) fn lead_us(&self) -> Option<u64> {
+        self.lead_us.map(to_us)
+    }
+
+    fn clear(&mut self) {
+        *self = Self::default();
+    }
+
+    /// A replica joined or left: leads over the old set say nothing about the new one.
+    pub(super) fn clear_lead(&mut self) {
+        self.lead_us = None;
+    }
+}
+
+fn smooth(old: Option<f64>, sample: f64) -> f64 {
+    old.map_or(sample, |old| old + (sample - old) * SMOOTHING)
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "a non-negative time in µs, shown to people")]
+fn to_us(value: f64) -> u64 {
+    value.max(0.0) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn back_off_grows_and_starts_anew_after_a_sound_link() {
+        let timing = Timing::default();
+        let mut replica = Replica::new(ReplicaId(0), Time(0));
+        let mut now = Time(0);
+        let mut delays = Vec::new();
+        for _ in 0..8 {
+            replica.go_down(now, "test".into(), &timing, Duration::ZERO);
+            let Link::Down { retry_at } = replica.link else { unreachable!() };
+            delays.push(retry_at.since(now).as_millis());
+            now = retry_at;
+        }
+        assert_eq!(delays, [100, 200, 400, 800, 1600, 3200, 5000, 5000]);
+        replica.become_active(now);
+        now = now.after(SOUND_AFTER);
+        replica.go_down(now, "test".into(), &timing, Duration::ZERO);
+        assert!(
+            matches!(replica.link, Link::Down { retry_at } if retry_at.since(now) == timing.backoff_first)
+        );
+    }
+
+    #[test]
+    fn silence_counts_only_while_a_ping_is_out() {
+        let second = Duration::from_secs(1);
+        let mut replica = Replica::new(ReplicaId(0), Time(0));
+        replica.become_active(Time(0));
+        replica.start_pings(Time(0));
+        assert_eq!(replica.ping_due(Time(0).after(second / 2), second), None);
+        let sent = Time(0).after(second);
+        let nonce = replica.ping_due(sent, second).unwrap();
+        assert_eq!(replica.silent_for(sent.after(3 * second)), 3 * second);
+        replica.pong(nonce);
+        assert_eq!(replica.silent_for(sent.after(9 * second)), Duration::ZERO);
+    }
+}

@@ -1,0 +1,78 @@
+//! The core's state for people and tests, see [`Status`].
+
+use std::time::Duration;
+
+use newel_protocol::BLOCK_BYTES;
+
+use super::api::ReplicaId;
+use super::replica::{CatchUpStage, Link, Replica, Role};
+use super::status::{CatchUpStatus, ReplicaStatus, Status};
+use super::{Core, Phase};
+
+impl Core {
+    /// Everything but the names and addresses, which the shell knows.
+    pub fn status(&self) -> Status {
+        Status {
+            volume: self.config.volume.to_string(),
+            name: String::new(),
+            size_bytes: self.blocks * BLOCK_BYTES as u64,
+            generation: self.generation.0,
+            state: self.state_name().into(),
+            jobs_in_flight: self.open_jobs,
+            bytes_in_flight: self.open_bytes,
+            guest_connections: 0,
+            guest_requests: self.requests.open(),
+            oldest_request_us: self.oldest_request().map_or(0, |admitted| to_us(self.now.since(admitted))),
+            replicas: ReplicaId::ALL.iter().map(|&id| self.replica_status(self.replica(id))).collect(),
+        }
+    }
+
+    fn state_name(&self) -> &'static str {
+        match &self.phase {
+            _ if self.stopping.is_some() || self.stopped => "stopping",
+            Phase::Serving if self.quorum_lost_since.is_none() => "serving",
+            Phase::Activating(_) if !self.was_served => "activating",
+            Phase::Serving | Phase::Activating(_) => "quorum_lost",
+        }
+    }
+
+    fn replica_status(&self, replica: &Replica) -> ReplicaStatus {
+        ReplicaStatus {
+            id: replica.id.0,
+            address: String::new(),
+            region: replica.region.map(|region| region.to_string()).unwrap_or_default(),
+            state: replica.state_name().into(),
+            reason: replica.reason.clone(),
+            queue_jobs: replica.queue_jobs,
+            queue_bytes: replica.queue_bytes,
+            last_reply_us: replica.times.last_us,
+            mean_reply_us: replica.times.mean_us(),
+            lead_us: replica.times.lead_us(),
+            read_delay_us: 0,
+            catch_up: self.catch_up_status(replica),
+            reconnects: replica.reconnects,
+            healed_blocks: replica.healed_blocks,
+        }
+    }
+
+    fn catch_up_status(&self, replica: &Replica) -> Option<CatchUpStatus> {
+        let Link::Up(Role::CatchingUp(catch_up)) = &replica.link else { return None };
+        let CatchUpStage::Copying(resync) = &catch_up.stage else { return Some(CatchUpStatus::default()) };
+        let progress = resync.progress;
+        let waiting = resync.extents_waiting();
+        let elapsed = self.now.since(catch_up.started);
+        let eta = (progress.extents_done > 0)
+            .then(|| elapsed.as_secs().saturating_mul(waiting).checked_div(progress.extents_done))
+            .flatten();
+        Some(CatchUpStatus {
+            extents_total: progress.extents_differing,
+            extents_done: progress.extents_done,
+            blocks_copied: progress.blocks_copied,
+            eta_s: eta,
+        })
+    }
+}
+
+fn to_us(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,297 @@
+//! From flags and file to one validated configuration. Every error names the flag or key and its value.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail};
+use clap::Args;
+use serde::Deserialize;
+use uuid::Uuid;
+
+use super::nbd::ListenAddr;
+use crate::core::api::ReplicaId;
+use crate::core::config::{CoreConfig, Limits, Timing};
+use crate::core::mistakes::Mistakes;
+
+#[derive(Args, Clone, Debug, Default)]
+pub(crate) struct RunArgs {
+    /// Read this file first (TOML, the same keys as the flags with `_` for `-`); flags override it
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// The volume's name, which is also the NBD export's
+    #[arg(long, value_name = "NAME")]
+    volume: Option<String>,
+    /// The volume's identity, which its regions carry [default: derived from the name]
+    #[arg(long, value_name = "UUID")]
+    volume_id: Option<Uuid>,
+    /// Address of a downstairs; give it three times
+    #[arg(long = "replica", value_name = "HOST:PORT")]
+    replicas: Vec<String>,
+    /// Where guests attach: unix:/PATH or tcp:ADDR:PORT; repeat it for several
+    #[arg(long, value_name = "ADDR")]
+    listen: Vec<ListenAddr>,
+    /// Where the status is served over HTTP: unix:/PATH or tcp:ADDR:PORT
+    #[arg(long, value_name = "ADDR")]
+    status: Option<ListenAddr>,
+    /// Push out another upstairs that serves this volume
+    #[arg(long)]
+    takeover: bool,
+    /// Allow listening and connecting in plain text where other hosts can listen in
+    #[arg(long)]
+    allow_plaintext: bool,
+    /// What to log, e.g. info, debug, newel_upstairs=debug
+    #[arg(long, value_name = "FILTER")]
+    log: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    volume: Option<String>,
+    volume_id: Option<Uuid>,
+    replicas: Option<Vec<String>>,
+    listen: Option<Vec<String>>,
+    status: Option<String>,
+    takeover: Option<bool>,
+    allow_plaintext: Option<bool>,
+    log: Option<String>,
+    #[serde(default)]
+    limits: LimitsTable,
+    #[serde(default)]
+    timing: TimingTable,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LimitsTable {
+    volume_jobs: Option<usize>,
+    volume_bytes: Option<usize>,
+    replica_jobs: Option<usize>,
+    replica_bytes: Option<usize>,
+    waiting: Option<usize>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TimingTable {
+    backoff_first: Option<String>,
+    backoff_max: Option<String>,
+    handshake: Option<String>,
+    promote: Option<String>,
+    ping_every: Option<String>,
+    silence: Option<String>,
+    job_age: Option<String>,
+    third_wait: Option<String>,
+    power_wait: Option<String>,
+    quorum_timeout: Option<String>,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Config {
+    pub(crate) name: String,
+    pub(crate) replicas: [String; ReplicaId::COUNT],
+    pub(crate) listen: Vec<ListenAddr>,
+    pub(crate) status: Option<ListenAddr>,
+    pub(crate) allow_plaintext: bool,
+    pub(crate) log: String,
+    pub(crate) core: CoreConfig,
+}
+
+/// The name space of identities that are derived from volume names.
+const NAMES: Uuid = Uuid::from_u128(0x6e65_7765_6c00_4e41_8d45_5350_4143_4531);
+
+/// The longest name that an NBD export can have.
+const NAME_BYTES_MAX: usize = 4096;
+
+impl Config {
+    pub(crate) fn load(args: RunArgs) -> Result<Self> {
+        let file = match &args.config {
+            Some(path) => read_file(path)?,
+            None => File::default(),
+        };
+        let Some(name) = args.volume.or(file.volume) else {
+            bail!("--volume is missing: give the volume's name")
+        };
+        if name.is_empty() || name.len() > NAME_BYTES_MAX {
+            bail!("--volume {name:?}: a name has 1 to {NAME_BYTES_MAX} bytes");
+        }
+        let replicas =
+            if args.replicas.is_empty() { file.replicas.unwrap_or_default() } else { args.replicas };
+        let allow_plaintext = args.allow_plaintext || file.allow_plaintext.unwrap_or(false);
+        let volume =
+            args.volume_id.or(file.volume_id).unwrap_or_else(|| Uuid::new_v5(&NAMES, name.as_bytes()));
+        if volume.is_nil() {
+            bail!("--volume-id {volume}: the nil UUID stands for no volume");
+        }
+        Ok(Self {
+            replicas: three(replicas)?,
+            listen: listen(args.listen, file.listen)?,
+            status: match (args.status, file.status) {
+                (Some(addr), _) => Some(addr),
+                (None, Some(text)) => Some(text.parse().context("status")?),
+                (None, None) => None,
+            },
+            allow_plaintext,
+            log: args.log.or(file.log).unwrap_or_else(|| "info".into()),
+            core: CoreConfig {
+                volume,
+                upstairs: Uuid::new_v4(),
+                takeover: args.takeover || file.takeover.unwrap_or(false),
+                blocks: None,
+                limits: file.limits.check()?,
+                timing: file.timing.check()?,
+                heal: true,
+                mistakes: Mistakes::default(),
+            },
+            name,
+        })
+    }
+}
+
+fn read_file(path: &Path) -> Result<File> {
+    let text =
+        fs::read_to_string(path).with_context(|| format!("can't read config file {}", path.display()))?;
+    toml::from_str(&text).with_context(|| format!("config file {}", path.display()))
+}
+
+fn three(replicas: Vec<String>) -> Result<[String; ReplicaId::COUNT]> {
+    for (index, replica) in replicas.iter().enumerate() {
+        let port = replica.rsplit_once(':').map(|(_, port)| port.parse::<u16>());
+        if !matches!(port, Some(Ok(port)) if port > 0) {
+            bail!("--replica {replica:?}: write HOST:PORT");
+        }
+        if replicas[..index].contains(replica) {
+            bail!("--replica {replica:?} is given twice: a volume has three different replicas");
+        }
+    }
+    let count = replicas.len();
+    replicas
+        .try_into()
+        .ok()
+        .with_context(|| format!("--replica was given {count} times: a volume has three replicas"))
+}
+
+fn listen(args: Vec<ListenAddr>, file: Option<Vec<String>>) -> Result<Vec<ListenAddr>> {
+    if !args.is_empty() {
+        return Ok(args);
+    }
+    let texts = file.unwrap_or_default();
+    if texts.is_empty() {
+        bail!(
+            "--listen is missing: say where guests attach, e.g. unix:/run/newel/NAME.sock or tcp:127.0.0.1:10809"
+        );
+    }
+    texts.iter().map(|text| text.parse().context("listen")).collect()
+}
+
+impl LimitsTable {
+    fn check(&self) -> Result<Limits> {
+        let defaults = Limits::default();
+        let limits = Limits {
+            volume_jobs: self.volume_jobs.unwrap_or(defaults.volume_jobs),
+            volume_bytes: self.volume_bytes.unwrap_or(defaults.volume_bytes),
+            replica_jobs: self.replica_jobs.unwrap_or(defaults.replica_jobs),
+            replica_bytes: self.replica_bytes.unwrap_or(defaults.replica_bytes),
+            waiting: self.waiting.unwrap_or(defaults.waiting),
+        };
+        // A replica holds up to 32768 jobs and 256 MiB of a session; what the volume has open must fit in, with room.
+        let bounds = [
+            ("volume_jobs", limits.volume_jobs, 1, 8192),
+            ("volume_bytes", limits.volume_bytes, 1 << 20, 128 << 20),
+            ("replica_jobs", limits.replica_jobs, limits.volume_jobs, 24_576),
+            ("replica_bytes", limits.replica_bytes, limits.volume_bytes, 192 << 20),
+            ("waiting", limits.waiting, 1, 65_536),
+        ];
+        for (key, value, low, high) in bounds {
+            if !(low..=high).contains(&value) {
+                bail!("limits.{key} = {value}: it must lie between {low} and {high}");
+            }
+        }
+        Ok(limits)
+    }
+}
+
+impl TimingTable {
+    fn check(&self) -> Result<Timing> {
+        let d = Timing::default();
+        let timing = Timing {
+            backoff_first: duration("backoff_first", self.backoff_first.as_deref(), d.backoff_first)?,
+            backoff_max: duration("backoff_max", self.backoff_max.as_deref(), d.backoff_max)?,
+            handshake: duration("handshake", self.handshake.as_deref(), d.handshake)?,
+            promote: duration("promote", self.promote.as_deref(), d.promote)?,
+            ping_every: duration("ping_every", self.ping_every.as_deref(), d.ping_every)?,
+            silence: duration("silence", self.silence.as_deref(), d.silence)?,
+            job_age: duration("job_age", self.job_age.as_deref(), d.job_age)?,
+            third_wait: duration("third_wait", self.third_wait.as_deref(), d.third_wait)?,
+            power_wait: duration("power_wait", self.power_wait.as_deref(), d.power_wait)?,
+            quorum_timeout: match self.quorum_timeout.as_deref() {
+                None | Some("never") => None,
+                Some(text) => Some(duration("quorum_timeout", Some(text), Duration::ZERO)?),
+            },
+        };
+        if timing.silence < timing.ping_every {
+            bail!(
+                "timing.silence is shorter than timing.ping_every: a healthy replica would be taken for silent"
+            );
+        }
+        Ok(timing)
+    }
+}
+
+/// The longest time that any of these makes sense for.
+const DURATION_MAX: Duration = Duration::from_secs(24 * 3600);
+
+fn duration(key: &str, text: Option<&str>, default: Duration) -> Result<Duration> {
+    let Some(text) = text else { return Ok(default) };
+    let value = humantime::parse_duration(text)
+        .with_context(|| format!("timing.{key} = {text:?}: write e.g. \"500ms\""))?;
+    if value < Duration::from_millis(1) || value > DURATION_MAX {
+        bail!("timing.{key} = {text:?}: it must lie between 1ms and 24h");
+    }
+    Ok(value)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use super::*;
+
+    fn check(text: &str) -> Result<Config> {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(text.as_bytes()).unwrap();
+        Config::load(RunArgs { config: Some(file.path().into()), ..RunArgs::default() })
+    }
+
+    const GOOD: &str =
+        "volume = \"v\"\nreplicas = [\"a:1\", \"b:1\", \"c:1\"]\nlisten = [\"tcp:127.0.0.1:1\"]\n";
+
+    #[test]
+    fn a_file_and_its_errors() {
+        let config = check(GOOD).unwrap();
+        assert_eq!(config.replicas[2], "c:1");
+        assert_eq!(config.core.volume, check(GOOD).unwrap().core.volume, "an identity follows from the name");
+        assert_ne!(config.core.upstairs, check(GOOD).unwrap().core.upstairs);
+        let fails = |extra: &str, needle: &str| {
+            let error = format!("{:#}", check(&format!("{GOOD}{extra}")).unwrap_err());
+            assert!(error.contains(needle), "{error}");
+        };
+        fails("replica = 1\n", "unknown field `replica`");
+        fails("[limits]\nvolume_jobs = 0\n", "limits.volume_jobs = 0");
+        fails("[timing]\nsilence = \"soon\"\n", "timing.silence = \"soon\"");
+        fails("[timing]\nsilence = \"10ms\"\n", "shorter than timing.ping_every");
+    }
+
+    #[test]
+    fn replicas_are_three_and_different() {
+        let fails = |replicas: &[&str], needle: &str| {
+            let error = three(replicas.iter().map(|r| (*r).to_owned()).collect()).unwrap_err().to_string();
+            assert!(error.contains(needle), "{error}");
+        };
+        fails(&["a:1", "b:1"], "given 2 times");
+        fails(&["a:1", "b:1", "a:1"], "twice");
+        fails(&["a:1", "b:1", "c"], "HOST:PORT");
+        fails(&["a:1", "b:1", "c:0"], "HOST:PORT");
+    }
+}
