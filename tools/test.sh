@@ -50,9 +50,10 @@ cargo test --release --workspace --no-fail-fast "$@" -- --show-output 2>&1 | tee
 # --- the totals -----------------------------------------------------------------------------------
 # A test that can't run here prints SKIPPED: and returns, which the runner takes for a pass. A skipped part of a test,
 # named in brackets, leaves the test itself passed.
-skipped_tests=$(grep -E '^SKIPPED: [^ (]+:' "$log" | sort -u | wc -l)
-skipped_parts=$(grep -E '^SKIPPED: [^ :]+ \(' "$log" | sort -u | wc -l)
-grep -E '^SKIPPED:' "$log" | sort -u || true
+skips=$({ grep -E '^SKIPPED: ' "$log" || true; } | sort -u)
+[ -z "$skips" ] || echo "$skips"
+skipped_tests=$(grep -cE '^SKIPPED: [^ (]+:' <<<"$skips" || true)
+skipped_parts=$(($(grep -c . <<<"$skips" || true) - skipped_tests))
 awk -v skipped="$skipped_tests" -v parts="$skipped_parts" '
   /^test result:/ { passed += $4; failed += $6; ignored += $8 }
   END { printf "%d passed, %d failed, %d skipped\n", passed - skipped, failed, ignored + skipped + parts }' "$log"

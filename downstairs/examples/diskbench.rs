@@ -32,7 +32,8 @@ const ROUNDS: u32 = 4;
 
 fn main() -> anyhow::Result<()> {
     let mut args = std::env::args().skip(1);
-    let directory: PathBuf = args.next().context("first argument: a directory on the disk to measure")?.into();
+    let directory: PathBuf =
+        args.next().context("first argument: a directory on the disk to measure")?.into();
     let seconds = args.next().map_or(Ok(2.0), |seconds| seconds.parse::<f64>())?;
     let only = args.next().unwrap_or_default();
     let path = directory.join("diskbench.region");
@@ -61,7 +62,9 @@ struct Bench {
 fn measure(path: &Path, time: Duration, only: &str) -> anyhow::Result<()> {
     let (region, _) = Region::open(path, &OpenOptions::default())?;
     let (wake, woken) = sync_channel(1);
-    let wake = Arc::new(move || { wake.try_send(()).ok(); });
+    let wake = Arc::new(move || {
+        wake.try_send(()).ok();
+    });
     let pool = Pool::start(Arc::clone(&region), PoolOptions::default(), wake)?;
     let mut bench = Bench { region, pool, woken, time, random: 88_172_645_463_325_252, sequence: 0 };
     bench.fill()?;
@@ -93,7 +96,8 @@ impl Bench {
         // In turns, so that what else the machine does falls on both.
         for _ in 0..ROUNDS {
             let (cpu, start) = (cpu_time()?, Instant::now());
-            let count = yardstick::bare_loop(&region, bytes, depth, write, self.time / ROUNDS, || self.next(blocks))?;
+            let count =
+                yardstick::bare_loop(&region, bytes, depth, write, self.time / ROUNDS, || self.next(blocks))?;
             bare.add(count, start, cpu)?;
             let (cpu, start) = (cpu_time()?, Instant::now());
             let before = thread_times()?;
@@ -107,7 +111,11 @@ impl Bench {
         let (bare, pool) = (bare.each(), pool.each());
         print!(
             "{name:24} {:>8.0}/s {:>5.2} µs {:>8.0}/s {:>5.2} µs {:>6.2}x ",
-            bare.0, bare.1, pool.0, pool.1, pool.1 / bare.1
+            bare.0,
+            bare.1,
+            pool.0,
+            pool.1,
+            pool.1 / bare.1
         );
         for (name, time) in threads.into_iter().filter(|&(_, time)| time / count.max(1) > 100) {
             print!(" {name} {}.{:02}", time / count / 1000, time / count % 1000 / 10);

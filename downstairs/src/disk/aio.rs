@@ -57,7 +57,8 @@ struct IoEvent {
     result2: i64,
 }
 
-const _: () = assert!(size_of::<Iocb>() == 64 && size_of::<IoEvent>() == 32 && cfg!(target_endian = "little"));
+const _: () =
+    assert!(size_of::<Iocb>() == 64 && size_of::<IoEvent>() == 32 && cfg!(target_endian = "little"));
 
 #[derive(Debug)]
 pub(super) enum Payload {
@@ -134,12 +135,14 @@ impl<T> Ring<T> {
         let mut context: libc::c_ulong = 0;
         // SAFETY: the kernel writes one aio_context_t, an unsigned long, to a place that lives throughout the call and
         // holds zero, as it demands.
-        let result = unsafe { libc::syscall(libc::SYS_io_setup, libc::c_long::from(depth), &raw mut context) };
+        let result =
+            unsafe { libc::syscall(libc::SYS_io_setup, libc::c_long::from(depth), &raw mut context) };
         if result != 0 {
             return Err(io::Error::last_os_error());
         }
         let depth = depth as usize;
-        let slots = Slots { entries: (0..depth).map(|_| None).collect(), free: (0..depth).collect(), waiting: false };
+        let slots =
+            Slots { entries: (0..depth).map(|_| None).collect(), free: (0..depth).collect(), waiting: false };
         Ok(Self { context, file, depth, slots: Mutex::new(slots), room: Condvar::new() })
     }
 
@@ -170,7 +173,8 @@ impl<T> Ring<T> {
                 Ok(taken) => done += taken,
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
                 Err(error)
-                    if error.raw_os_error() == Some(libc::EAGAIN) && self.wait_for_one(batch.iocbs.len() - done) => {}
+                    if error.raw_os_error() == Some(libc::EAGAIN)
+                        && self.wait_for_one(batch.iocbs.len() - done) => {}
                 Err(error) => {
                     // The error is that of the first one; the others may fare better.
                     let slot = batch.iocbs.get(done).map(|iocb| iocb.data);
@@ -240,7 +244,8 @@ impl<T> Ring<T> {
         // taken; the kernel copies iocbs and iovecs during the call. The buffers that they name belong to entries of
         // this ring, which gives them up only when the kernel reports the request's end (or refused it), and they are as
         // long as the iocb or iovec says: `describe` took both from the same slice.
-        let result = unsafe { libc::syscall(libc::SYS_io_submit, self.context, count, pointers.as_mut_ptr()) };
+        let result =
+            unsafe { libc::syscall(libc::SYS_io_submit, self.context, count, pointers.as_mut_ptr()) };
         usize::try_from(result).map_err(|_| io::Error::last_os_error())
     }
 
@@ -338,14 +343,18 @@ mod tests {
         let many = vec![Bytes::from_static(b"ab"), Bytes::from_static(b"cd")];
         let mut copy = AlignedBuf::zeroed(2);
         copy.copy_from_slice(b"ef");
-        let payloads = [Payload::Write(Bytes::from_static(b"xy")), Payload::WriteMany(many), Payload::WriteCopy(copy)];
+        let payloads =
+            [Payload::Write(Bytes::from_static(b"xy")), Payload::WriteMany(many), Payload::WriteCopy(copy)];
         let offsets = [0, 2, 6];
         let mut requests: VecDeque<_> = (0..)
             .zip(offsets.into_iter().zip(payloads))
             .map(|(user, (offset, payload))| Request { offset, payload, user })
             .collect();
         // A bad offset is refused and does not hold up the others.
-        requests.insert(1, Request { offset: u64::MAX, payload: Payload::Write(Bytes::from_static(b"no")), user: 9 });
+        requests.insert(
+            1,
+            Request { offset: u64::MAX, payload: Payload::Write(Bytes::from_static(b"no")), user: 9 },
+        );
         ring.submit(&mut requests, &mut batch, &mut refused);
         assert!(requests.is_empty());
         let (mut events, mut done) = (ring.events(), refused);
@@ -360,7 +369,8 @@ mod tests {
         ring.submit(&mut VecDeque::from([request]), &mut batch, &mut Vec::new());
         done.clear();
         ring.wait(&mut events, &mut done).unwrap();
-        let Some(Completion { payload: Payload::Read(bytes), result: Ok(8), user: 5, .. }) = done.pop() else {
+        let Some(Completion { payload: Payload::Read(bytes), result: Ok(8), user: 5, .. }) = done.pop()
+        else {
             panic!("{done:?}")
         };
         assert_eq!(&bytes[..8], b"xyabcdef");
@@ -374,7 +384,11 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let mut requests: VecDeque<_> = (0..count)
-                    .map(|user| Request { offset: user, payload: Payload::Write(Bytes::from_static(b"z")), user })
+                    .map(|user| Request {
+                        offset: user,
+                        payload: Payload::Write(Bytes::from_static(b"z")),
+                        user,
+                    })
                     .collect();
                 let (mut batch, mut refused) = (Batch::default(), Vec::new());
                 while !requests.is_empty() {

@@ -118,10 +118,14 @@ fn verdict(pair: &Pair, found: Option<u32>, in_log: bool) -> Verdict {
         (ContextKind::Never, _) => Verdict::Never,
         (ContextKind::Zero, _) => Verdict::Zero,
         (ContextKind::Damaged, _) => Verdict::Bad("its context is damaged".into()),
-        (ContextKind::Unverified, _) => Verdict::Bad(format!("unverified, at least version {}", latest.version)),
+        (ContextKind::Unverified, _) => {
+            Verdict::Bad(format!("unverified, at least version {}", latest.version))
+        }
         (ContextKind::Data, None) => Verdict::Bad(format!("cannot be read, version {}", latest.version)),
         (ContextKind::Data, Some(found)) if found == latest.crc => Verdict::Data,
-        (ContextKind::Data, Some(found)) if in_log && flushed.has_data() && flushed.crc == found => Verdict::Unsettled,
+        (ContextKind::Data, Some(found)) if in_log && flushed.has_data() && flushed.crc == found => {
+            Verdict::Unsettled
+        }
         (ContextKind::Data, Some(found)) => Verdict::Bad(format!(
             "checksum {found:#010x} instead of {:#010x} of version {}",
             latest.crc, latest.version

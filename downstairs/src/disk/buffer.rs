@@ -104,7 +104,8 @@ impl BufferPool {
 
     fn put_back(&self, raw: Vec<u8>) {
         let kept = self.kept_bytes.fetch_add(raw.len(), Ordering::Relaxed) + raw.len();
-        let class = class_of(raw.len().saturating_sub(ALIGN_BYTES)).and_then(|(class, _)| self.classes.get(class));
+        let class =
+            class_of(raw.len().saturating_sub(ALIGN_BYTES)).and_then(|(class, _)| self.classes.get(class));
         match class {
             Some(class) if kept <= self.limit_bytes => lock(class).push(raw),
             Some(_) | None => {

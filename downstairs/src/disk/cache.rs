@@ -42,7 +42,12 @@ impl PairCache {
         self.places.get(usize::try_from(page % (self.places.len() as u64).max(1)).ok()?)
     }
 
-    pub(crate) fn read<S: Storage>(&self, storage: &S, layout: &Layout, range: BlockRange) -> io::Result<Vec<Pair>> {
+    pub(crate) fn read<S: Storage>(
+        &self,
+        storage: &S,
+        layout: &Layout,
+        range: BlockRange,
+    ) -> io::Result<Vec<Pair>> {
         let mut pairs = Vec::with_capacity(range.count as usize);
         for page in range.start / PAIRS_PER_PAGE..=(range.end() - 1) / PAIRS_PER_PAGE {
             let Some(place) = self.place(page) else { return Err(io::ErrorKind::InvalidInput.into()) };
@@ -120,7 +125,8 @@ mod tests {
             let start = u64::from(number) * 11 % 700;
             let found = cache.read(&storage, &layout, BlockRange { start, count: 300 }).unwrap();
             let skip = usize::try_from(start).unwrap();
-            let expected: Vec<_> = decode_pairs(0, &table).skip(skip).take(300).map(|(_, pair)| pair).collect();
+            let expected: Vec<_> =
+                decode_pairs(0, &table).skip(skip).take(300).map(|(_, pair)| pair).collect();
             assert_eq!(found, expected, "{number}");
         }
     }

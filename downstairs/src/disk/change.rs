@@ -90,11 +90,21 @@ impl<S: Storage> RegionCore<S> {
     }
 
     /// Zeros. With `Allocate` the pieces ask for zeros as data, of the range's length.
-    pub fn plan_zero(&self, range: BlockRange, version: Version, mode: ZeroMode) -> Result<Change, DiskError> {
-        if mode == ZeroMode::Allocate {
-            return self.plan_write(range, version, &vec![ZERO_BLOCK_CRC; range.count as usize], range.bytes());
-        }
+    pub fn plan_zero(
+        &self,
+        range: BlockRange,
+        version: Version,
+        mode: ZeroMode,
+    ) -> Result<Change, DiskError> {
         self.check_change(range, version)?;
+        if mode == ZeroMode::Allocate {
+            return self.plan_write(
+                range,
+                version,
+                &vec![ZERO_BLOCK_CRC; range.count as usize],
+                range.bytes(),
+            );
+        }
         self.punches.cancel(range);
         let pairs = self.read_pairs(range)?;
         let mut change = self.change(range.start, pairs.len());
@@ -107,7 +117,12 @@ impl<S: Storage> RegionCore<S> {
     }
 
     /// Copies of blocks under their own versions; a block that is verified and at or above `join` stays.
-    pub fn plan_store(&self, blocks: &[StoredBlock], join: Version, data_bytes: usize) -> Result<Change, DiskError> {
+    pub fn plan_store(
+        &self,
+        blocks: &[StoredBlock],
+        join: Version,
+        data_bytes: usize,
+    ) -> Result<Change, DiskError> {
         let span = self.check_store(blocks, data_bytes)?;
         let pairs = self.read_pairs(span)?;
         let mut change = self.change(span.start, pairs.len());
@@ -208,7 +223,10 @@ impl<S: Storage> RegionCore<S> {
             })?;
             self.pairs.wrote(first, &bytes);
             for (block, old, new) in run {
-                self.add_to_digest(*block, block_digest(*block, &old.latest) ^ block_digest(*block, &new.latest));
+                self.add_to_digest(
+                    *block,
+                    block_digest(*block, &old.latest) ^ block_digest(*block, &new.latest),
+                );
             }
         }
         Ok(())
@@ -222,7 +240,8 @@ impl<S: Storage> RegionCore<S> {
         self.check_alive()?;
         self.check_range(range)?;
         if version.sequence > MAX_SEQUENCE {
-            let message = format!("{}: version {version} is above the largest sequence {MAX_SEQUENCE}", self.name);
+            let message =
+                format!("{}: version {version} is above the largest sequence {MAX_SEQUENCE}", self.name);
             return Err(DiskError::Io { operation: "a write", message });
         }
         Ok(())
@@ -235,7 +254,8 @@ impl<S: Storage> RegionCore<S> {
         let last = blocks.last().map_or(0, |stored| stored.block);
         let data = blocks.iter().filter(|stored| stored.state.kind == BlockKind::Data).count();
         let kinds = blocks.iter().all(|stored| stored.state.kind != BlockKind::Unverified);
-        let count = last.checked_sub(first).filter(|&gap| gap < u64::from(EXTENT_BLOCKS)).map_or(0, |gap| gap + 1);
+        let count =
+            last.checked_sub(first).filter(|&gap| gap < u64::from(EXTENT_BLOCKS)).map_or(0, |gap| gap + 1);
         let span = BlockRange { start: first, count: u32::try_from(count).unwrap_or(0) };
         if blocks.is_empty() || !ascending || !kinds || data * BLOCK_BYTES != data_bytes {
             return Err(self.shape_error(span, data, data_bytes));
@@ -247,7 +267,8 @@ impl<S: Storage> RegionCore<S> {
     }
 
     fn shape_error(&self, range: BlockRange, blocks: usize, bytes: usize) -> DiskError {
-        let message = format!("{}: blocks {range} came as {blocks} blocks with {bytes} bytes of data", self.name);
+        let message =
+            format!("{}: blocks {range} came as {blocks} blocks with {bytes} bytes of data", self.name);
         DiskError::Io { operation: "a write", message }
     }
 }

@@ -76,7 +76,10 @@ pub fn create(args: &CreateArgs) -> anyhow::Result<()> {
         found.file_type().is_block_device()
     });
     if args.size.is_none() && is_file {
-        bail!("--size is needed to create {} (only a block device has one of its own)", args.region.display());
+        bail!(
+            "--size is needed to create {} (only a block device has one of its own)",
+            args.region.display()
+        );
     }
     let options = CreateOptions {
         path: args.region.clone(),
@@ -131,7 +134,11 @@ pub fn check(args: &CheckArgs) -> anyhow::Result<()> {
     }
     writeln!(out, "blocks: {} data, {} zeroed, {} never written", found.data, found.zero, found.never)?;
     if found.unsettled > 0 {
-        writeln!(out, "unsettled: {} hold what was flushed; they go back to it when opened", found.unsettled)?;
+        writeln!(
+            out,
+            "unsettled: {} hold what was flushed; they go back to it when opened",
+            found.unsettled
+        )?;
     }
     writeln!(out, "digest: {:016x}", found.digest)?;
     for (block, what) in &found.listed {
@@ -142,7 +149,10 @@ pub fn check(args: &CheckArgs) -> anyhow::Result<()> {
     }
     writeln!(out, "bad: {}", found.bad)?;
     if found.bad > 0 {
-        bail!("{name}: {} bad blocks; they heal from the other replicas once they are read or scrubbed", found.bad);
+        bail!(
+            "{name}: {} bad blocks; they heal from the other replicas once they are read or scrubbed",
+            found.bad
+        );
     }
     Ok(())
 }
@@ -231,7 +241,12 @@ fn dump_block(region: &Region, block: u64, out: &mut impl Write) -> anyhow::Resu
     };
     let layout = region.layout();
     writeln!(out, "block {block} of extent {}", range.extent())?;
-    writeln!(out, "contexts at byte {}, data at byte {}", layout.context_offset(block), layout.block_offset(block))?;
+    writeln!(
+        out,
+        "contexts at byte {}, data at byte {}",
+        layout.context_offset(block),
+        layout.block_offset(block)
+    )?;
     writeln!(out, "flushed: {}", show(&pair.flushed))?;
     writeln!(out, "latest: {}", show(&pair.latest))?;
     match region.crcs_of(range).first() {

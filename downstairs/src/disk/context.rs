@@ -14,9 +14,9 @@
 use newel_protocol::crc::ZERO_BLOCK_CRC;
 use newel_protocol::{BlockKind, BlockState, Generation, Version};
 
-pub const CONTEXT_BYTES: usize = 16;
+const CONTEXT_BYTES: usize = 16;
 /// Both contexts of a block: flushed, then latest.
-pub const PAIR_BYTES: usize = 2 * CONTEXT_BYTES;
+pub(crate) const PAIR_BYTES: usize = 2 * CONTEXT_BYTES;
 
 /// The block reads as zeros and has no data.
 const ZERO_FLAG: u64 = 1 << 63;
@@ -28,9 +28,9 @@ const COPIED_FLAG: u64 = 1 << 61;
 const EPOCH_SHIFT: u32 = 48;
 /// The part of the copy epoch that a context holds. One epoch passes with each flush during a catch-up; that a context
 /// is taken for one of 8192 epochs later makes it look unflushed, which only costs a heal.
-pub const EPOCH_MASK: u16 = (1 << (61 - EPOCH_SHIFT)) - 1;
+pub(crate) const EPOCH_MASK: u16 = (1 << (61 - EPOCH_SHIFT)) - 1;
 /// Sequences stay below this; at 100,000 jobs a second one generation lasts 89 years.
-pub const MAX_SEQUENCE: u64 = (1 << EPOCH_SHIFT) - 1;
+pub(crate) const MAX_SEQUENCE: u64 = (1 << EPOCH_SHIFT) - 1;
 
 /// Keeps block 0 from hashing to 0. Any odd number with many ones and zeros would do, here and below.
 const PLACE_SEED: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -62,8 +62,7 @@ pub struct Context {
 }
 
 impl Context {
-    pub const NEVER: Self =
-        Self { kind: ContextKind::Never, version: Version::NEVER, crc: 0, copied: None };
+    pub const NEVER: Self = Self { kind: ContextKind::Never, version: Version::NEVER, crc: 0, copied: None };
 
     pub fn data(version: Version, crc: u32) -> Self {
         Self { kind: ContextKind::Data, version, crc, copied: None }
@@ -98,9 +97,7 @@ impl Context {
     /// What a reply says of it. The checksum of an unverified block's data isn't known here and is left 0.
     pub fn state(&self, flushed: &Self) -> BlockState {
         match self.kind {
-            ContextKind::Data => {
-                BlockState { version: self.version, crc: self.crc, kind: BlockKind::Data }
-            }
+            ContextKind::Data => BlockState { version: self.version, crc: self.crc, kind: BlockKind::Data },
             ContextKind::Never | ContextKind::Zero => {
                 BlockState { version: self.version, crc: 0, kind: BlockKind::Zero }
             }
@@ -125,7 +122,8 @@ impl Context {
             ContextKind::Unverified | ContextKind::Damaged => UNVERIFIED_FLAG,
         };
         let crc = if self.has_data() { self.crc } else { ZERO_BLOCK_CRC };
-        let copied = self.copied.map_or(0, |epoch| COPIED_FLAG | u64::from(epoch & EPOCH_MASK) << EPOCH_SHIFT);
+        let copied =
+            self.copied.map_or(0, |epoch| COPIED_FLAG | u64::from(epoch & EPOCH_MASK) << EPOCH_SHIFT);
         let sequence = (self.version.sequence & MAX_SEQUENCE) | flags | copied;
         let check = crc ^ mix(block, self.version.generation.0, sequence);
         if let Some((generation, rest)) = into.split_first_chunk_mut::<4>()
@@ -189,19 +187,22 @@ impl Pair {
 
 fn raw_halves(bytes: &[u8; PAIR_BYTES]) -> (u128, u128) {
     let half = |from: usize| {
-        bytes.get(from..).and_then(|rest| rest.first_chunk::<CONTEXT_BYTES>()).map_or(0, |half| u128::from_le_bytes(*half))
+        bytes
+            .get(from..)
+            .and_then(|rest| rest.first_chunk::<CONTEXT_BYTES>())
+            .map_or(0, |half| u128::from_le_bytes(*half))
     };
     (half(0), half(CONTEXT_BYTES))
 }
 
 /// The pairs of consecutive blocks from `first`, out of their bytes in the table.
-pub fn decode_pairs(first: u64, bytes: &[u8]) -> impl Iterator<Item = (u64, Pair)> {
+pub(crate) fn decode_pairs(first: u64, bytes: &[u8]) -> impl Iterator<Item = (u64, Pair)> {
     let (pairs, _) = bytes.as_chunks::<PAIR_BYTES>();
     (first..).zip(pairs).map(|(block, bytes)| (block, Pair::decode(block, bytes)))
 }
 
 /// The digest of consecutive blocks from `first`, out of their bytes in the table.
-pub fn digest_of_pairs(first: u64, bytes: &[u8]) -> u64 {
+pub(crate) fn digest_of_pairs(first: u64, bytes: &[u8]) -> u64 {
     let (pairs, _) = bytes.as_chunks::<PAIR_BYTES>();
     (first..).zip(pairs).fold(0, |digest, (block, bytes)| {
         // Most blocks of a young volume were never written; that they are is seen without decoding.
@@ -212,7 +213,7 @@ pub fn digest_of_pairs(first: u64, bytes: &[u8]) -> u64 {
 
 /// What one block adds to the digest of its extent: a hash of block, kind, version and checksum; 0 if it was never
 /// written. How a version came here does not count, so replicas that hold the same agree.
-pub fn block_digest(block: u64, context: &Context) -> u64 {
+pub(crate) fn block_digest(block: u64, context: &Context) -> u64 {
     let kind: u64 = match context.kind {
         ContextKind::Never => return 0,
         ContextKind::Data => 1,
@@ -226,7 +227,7 @@ pub fn block_digest(block: u64, context: &Context) -> u64 {
 }
 
 /// A digest over the digests of all extents, in order.
-pub fn fold_digests(digests: impl Iterator<Item = u64>) -> u64 {
+pub(crate) fn fold_digests(digests: impl Iterator<Item = u64>) -> u64 {
     (1_u64..).zip(digests).fold(0, |folded, (number, digest)| folded ^ fmix64(digest ^ fmix64(number)))
 }
 
@@ -267,7 +268,10 @@ mod tests {
     fn round_trips() {
         check(0, Pair::default());
         check(7, Pair { flushed: Context::zero(v(1, 2)), latest: Context::data(v(1, 3), 0xdead_beef) });
-        check(7, Pair { flushed: Context::unverified(v(9, 0)), latest: Context::zero(v(u32::MAX, MAX_SEQUENCE)) });
+        check(
+            7,
+            Pair { flushed: Context::unverified(v(9, 0)), latest: Context::zero(v(u32::MAX, MAX_SEQUENCE)) },
+        );
         check(7, Pair { flushed: Context::unverified(Version::NEVER), latest: Context::NEVER });
         let copied = Context { copied: Some(0), ..Context::data(v(3, 3), 1) };
         check(u64::MAX / 2, Pair { flushed: copied, latest: Context { copied: Some(EPOCH_MASK), ..copied } });
@@ -276,7 +280,8 @@ mod tests {
     #[test]
     fn golden_bytes() {
         let mut bytes = [0; PAIR_BYTES];
-        Pair { flushed: Context::zero(v(2, 5)), latest: Context::data(v(2, 6), 0x1122_3344) }.encode(3, &mut bytes);
+        Pair { flushed: Context::zero(v(2, 5)), latest: Context::data(v(2, 6), 0x1122_3344) }
+            .encode(3, &mut bytes);
         assert_eq!(bytes[..4], [2, 0, 0, 0]);
         assert_eq!(bytes[4..12], [5, 0, 0, 0, 0, 0, 0, 0x80]);
         assert_eq!(bytes[20..28], [6, 0, 0, 0, 0, 0, 0, 0]);

@@ -109,18 +109,21 @@ impl Run {
             0..=5 => {
                 let data: Vec<u8> = range.blocks().flat_map(|block| content(block, version)).collect();
                 let crcs = block_crcs(&data);
-                self.change(range, version, false, &DiskOp::Write { range, version, crcs, data: data.into() });
+                self.change(
+                    range,
+                    version,
+                    false,
+                    &DiskOp::Write { range, version, crcs, data: data.into() },
+                );
             }
             6 | 7 => {
-                let mode = [ZeroMode::Contexts, ZeroMode::Punch][usize::try_from(self.random.below(2)).unwrap()];
+                let mode =
+                    [ZeroMode::Contexts, ZeroMode::Punch][usize::try_from(self.random.below(2)).unwrap()];
                 self.change(range, version, true, &DiskOp::Zero { range, version, mode });
             }
             8 => {
-                let state = BlockState {
-                    version,
-                    crc: crc(&content(range.start, version)),
-                    kind: BlockKind::Data,
-                };
+                let state =
+                    BlockState { version, crc: crc(&content(range.start, version)), kind: BlockKind::Data };
                 let blocks = vec![StoredBlock { block: range.start, state }];
                 let data = content(range.start, version).into();
                 let range = BlockRange::single(range.start);
@@ -197,10 +200,17 @@ impl Run {
                 assert_eq!(state.crc, crc(&data), "{context}");
                 for sector in data.chunks(512) {
                     let fits = |&&(version, zeros): &&(Version, bool)| {
-                        if zeros { sector.iter().all(|&byte| byte == 0) } else { *sector == content(block, version)[..512] }
+                        if zeros {
+                            sector.iter().all(|&byte| byte == 0)
+                        } else {
+                            *sector == content(block, version)[..512]
+                        }
                     };
                     let newest = history.iter().filter(fits).map(|&(version, _)| version).max();
-                    assert!(newest.is_some_and(|newest| newest >= state.version), "sector {newest:?}; {context}");
+                    assert!(
+                        newest.is_some_and(|newest| newest >= state.version),
+                        "sector {newest:?}; {context}"
+                    );
                 }
             }
             BlockKind::Unreadable => panic!("{context}"),
@@ -226,10 +236,8 @@ impl Run {
 
     fn read(&self, block: u64) -> (BlockState, Bytes) {
         let op = DiskOp::Read { range: BlockRange::single(block), mode: ReadMode::Raw };
-        match self.region.execute(&op).unwrap() {
-            DiskOutcome::Read { states, data } => (states[0], data),
-            other => panic!("{other:?}"),
-        }
+        let DiskOutcome::Read { states, data } = self.region.execute(&op).unwrap() else { panic!() };
+        (states[0], data)
     }
 }
 
@@ -249,7 +257,11 @@ fn what_was_flushed_survives_and_nothing_is_verified_wrongly() {
     }
 }
 
-fn write(region: &RegionCore<MemStorage>, block: u64, sequence: u64) -> Result<(), crate::core::api::DiskError> {
+fn write(
+    region: &RegionCore<MemStorage>,
+    block: u64,
+    sequence: u64,
+) -> Result<(), crate::core::api::DiskError> {
     let version = Version::new(Generation(1), sequence);
     let data = content(block, version);
     let crcs = block_crcs(&data);
@@ -258,10 +270,10 @@ fn write(region: &RegionCore<MemStorage>, block: u64, sequence: u64) -> Result<(
 }
 
 fn read(region: &RegionCore<MemStorage>, range: BlockRange, mode: ReadMode) -> (Vec<BlockState>, Bytes) {
-    match region.execute(&DiskOp::Read { range, mode }).unwrap() {
-        DiskOutcome::Read { states, data } => (states, data),
-        other => panic!("{other:?}"),
-    }
+    let DiskOutcome::Read { states, data } = region.execute(&DiskOp::Read { range, mode }).unwrap() else {
+        panic!()
+    };
+    (states, data)
 }
 
 fn open(storage: MemStorage, boot: u128) -> (RegionCore<MemStorage>, super::open::OpenReport) {
@@ -316,7 +328,9 @@ fn a_failed_write_leaves_the_block_unverified_until_it_is_written_again() {
 #[test]
 fn one_header_copy_and_one_log_copy_are_enough() {
     let (region, _) = open(fresh(), 1);
-    region.execute(&DiskOp::ActivityLog { entries: vec![LogEntry { slot: 9, extent: Some(ExtentId(1)) }] }).unwrap();
+    region
+        .execute(&DiskOp::ActivityLog { entries: vec![LogEntry { slot: 9, extent: Some(ExtentId(1)) }] })
+        .unwrap();
     region.execute(&DiskOp::Header(HeaderChange::Claim { volume: Uuid::from_u128(5) })).unwrap();
     for copy in [0, 1] {
         let storage = region.storage.killed();
@@ -349,7 +363,9 @@ fn without_a_log_record_the_whole_region_is_verified() {
 #[test]
 fn a_clean_region_verifies_nothing_and_keeps_its_digests() {
     let (region, _) = open(fresh(), 1);
-    region.execute(&DiskOp::ActivityLog { entries: vec![LogEntry { slot: 0, extent: Some(ExtentId(0)) }] }).unwrap();
+    region
+        .execute(&DiskOp::ActivityLog { entries: vec![LogEntry { slot: 0, extent: Some(ExtentId(0)) }] })
+        .unwrap();
     write(&region, 7, 1).unwrap();
     let digests = region.digests(ExtentId(0), 5);
     assert!(digests.len() == 2 && digests[0] != 0 && digests[1] == 0);

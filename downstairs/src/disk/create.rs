@@ -25,7 +25,7 @@ use super::file::FileStorage;
 use super::format::Header;
 use super::layout::{DEFAULT_LOG_SLOTS, LOG_OFFSET, Layout, PAGE_BYTES, header_offset};
 use super::open::format_on;
-use super::owner::lock_exclusively;
+use super::owner::{lock_exclusively, open_error};
 use super::region::RegionCore;
 use super::storage::Storage;
 
@@ -97,7 +97,8 @@ fn check_size(size: Option<u64>) -> Result<(), RegionError> {
 
 fn layout_of(size: u64, name: &str) -> Result<Layout, RegionError> {
     let blocks = size / BLOCK_BYTES as u64;
-    Layout::new(blocks, DEFAULT_LOG_SLOTS).map_err(|source| RegionError::Layout { path: name.to_owned(), source })
+    Layout::new(blocks, DEFAULT_LOG_SLOTS)
+        .map_err(|source| RegionError::Layout { path: name.to_owned(), source })
 }
 
 /// Removes the file in the way, if that is wanted and nobody uses it.
@@ -112,7 +113,8 @@ fn make_way(options: &CreateOptions, name: &str, bytes: u64) -> Result<(), Regio
 
 /// What is there already.
 fn in_the_way(old: File, is_device: bool, options: &CreateOptions, name: &str, bytes: u64) -> RegionError {
-    let found = FileStorage::on(old, &options.path, is_device, false).and_then(|storage| RegionCore::load(storage, name));
+    let found = FileStorage::on(old, &options.path, is_device, false)
+        .and_then(|storage| RegionCore::load(storage, name));
     match found {
         Ok((region, _)) => {
             let header = region.header();
@@ -175,7 +177,7 @@ fn on_device(
         .write(true)
         .custom_flags(OFlags::EXCL.bits().cast_signed())
         .open(&options.path)
-        .map_err(|error| RegionError::io("open it exclusively", name, error))?;
+        .map_err(|error| open_error(&options.path, name, error))?;
     lock_exclusively(&file, name)?;
     let storage = FileStorage::on(file, &options.path, true, true)?;
     let fail = |operation| move |error: io::Error| RegionError::io(operation, name, error);
@@ -200,19 +202,24 @@ fn on_device(
     fill_and_seal(&storage, layout, options, progress).map_err(fail("write it"))
 }
 
-fn refuse_used(storage: &FileStorage, size: u64, options: &CreateOptions, name: &str) -> Result<(), RegionError> {
+fn refuse_used(
+    storage: &FileStorage,
+    size: u64,
+    options: &CreateOptions,
+    name: &str,
+) -> Result<(), RegionError> {
     let mut bytes = AlignedBuf::zeroed(usize::try_from(SIGNS_BYTES.min(size)).unwrap_or(PAGE_BYTES));
     for offset in [0, size.saturating_sub(bytes.len() as u64)] {
-        storage.read_cached(offset, &mut bytes).map_err(|error| RegionError::io("look at it", name, error))?;
+        storage
+            .read_cached(offset, &mut bytes)
+            .map_err(|error| RegionError::io("look at it", name, error))?;
         if bytes.iter().any(|&byte| byte != 0) {
             let old = File::open(&options.path).map_err(|error| RegionError::io("open it", name, error))?;
-            return Err(match in_the_way(old, true, options, name, size) {
-                RegionError::Exists { path, .. } => {
-                    let what = format!("a device of {size} bytes, not empty at byte {offset} and after");
-                    RegionError::Exists { path, what }
-                }
-                other => other,
-            });
+            let mut error = in_the_way(old, true, options, name, size);
+            if let RegionError::Exists { what, .. } = &mut error {
+                *what = format!("a device of {size} bytes, not empty at byte {offset} and after");
+            }
+            return Err(error);
         }
     }
     Ok(())
@@ -228,7 +235,10 @@ fn allocate(storage: &FileStorage, layout: &Layout, prealloc: Prealloc) -> io::R
         Err(Errno::OPNOTSUPP) if prealloc == Prealloc::Full => Ok(()),
         Err(Errno::OPNOTSUPP) if !required => {
             if layout.contexts_bytes() > SMALL_TABLE_BYTES {
-                warn!("{}: this file system can't allocate: contexts may meet a full disk", storage.path().display());
+                warn!(
+                    "{}: this file system can't allocate: contexts may meet a full disk",
+                    storage.path().display()
+                );
             }
             Ok(())
         }
@@ -270,7 +280,12 @@ fn fill_table(
     };
     if storage.is_device && !fills {
         // What lies on a device is anything; the kernel zeroes faster than writes do.
-        return Ok(fallocate(storage.cached(), FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE, layout.contexts_offset, bytes)?);
+        return Ok(fallocate(
+            storage.cached(),
+            FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
+            layout.contexts_offset,
+            bytes,
+        )?);
     }
     let pages = if fills { bytes / PAGE_BYTES as u64 } else { 0 };
     for page in 0..pages {
@@ -282,7 +297,11 @@ fn fill_table(
     Ok(())
 }
 
-fn fill_data(storage: &FileStorage, layout: &Layout, progress: &dyn Fn(&'static str, u64, u64)) -> io::Result<()> {
+fn fill_data(
+    storage: &FileStorage,
+    layout: &Layout,
+    progress: &dyn Fn(&'static str, u64, u64),
+) -> io::Result<()> {
     let zeros = AlignedBuf::zeroed(usize::try_from(FILL_BYTES).unwrap_or(PAGE_BYTES));
     let total = layout.total_bytes() - layout.data_offset;
     let mut done = 0;
@@ -303,17 +322,16 @@ fn sync_directory(path: &Path) -> io::Result<()> {
 fn create_error(path: &Path, name: &str, error: io::Error) -> RegionError {
     if error.kind() == io::ErrorKind::NotFound {
         let parent = path.parent().unwrap_or(path).display().to_string();
-        let source = io::Error::new(io::ErrorKind::Other, format!("directory {parent} does not exist"));
+        let source = io::Error::other(format!("directory {parent} does not exist"));
         return RegionError::Io { operation: "create it", path: name.to_owned(), source };
     }
     RegionError::io("create it", name, error)
 }
 
 fn space_error(operation: &'static str, name: &str, needed: u64, error: io::Error) -> RegionError {
-    match error.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
-            RegionError::NoSpace { path: name.to_owned(), needed }
-        }
-        _ => RegionError::io(operation, name, error),
+    let no_space = [io::ErrorKind::StorageFull, io::ErrorKind::QuotaExceeded, io::ErrorKind::FileTooLarge];
+    if no_space.contains(&error.kind()) {
+        return RegionError::NoSpace { path: name.to_owned(), needed };
     }
+    RegionError::io(operation, name, error)
 }

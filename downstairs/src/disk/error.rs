@@ -25,12 +25,16 @@ pub enum RegionError {
     NotARegion { path: String, copy_a: PageFault, copy_b: PageFault },
     #[error("{path}: both headers are damaged (copy A: {copy_a}; copy B: {copy_b}); replace this replica")]
     Damaged { path: String, copy_a: PageFault, copy_b: PageFault },
-    #[error("{path}: written by a newer Newel (format {found}, this program knows {known}); upgrade this host")]
+    #[error(
+        "{path}: written by a newer Newel (format {found}, this program knows {known}); upgrade this host"
+    )]
     Newer { path: String, found: u32, known: u32 },
     #[error("{path}: truncated: {found} bytes, but {what} needs {needed}; replace this replica")]
     Truncated { path: String, found: u64, what: &'static str, needed: u64 },
     #[error("{path}: in use by process {pid}; stop it first", pid = Pid(.pid))]
     Locked { path: String, pid: Option<u32> },
+    #[error("{path}: in use by the system: mounted, or part of another volume; free it first")]
+    Busy { path: String },
     #[error("{path}: already holds region {region} of {bytes} bytes; use --force to destroy it")]
     HoldsRegion { path: String, region: Uuid, bytes: u64 },
     #[error("{path}: already exists ({what}); use --force to destroy it")]
@@ -80,7 +84,11 @@ impl std::fmt::Display for Pid<'_> {
 }
 
 /// What the core is told of a failed disk operation.
-pub(crate) fn disk_error(operation: &'static str, place: &dyn std::fmt::Display, error: &io::Error) -> DiskError {
+pub(crate) fn disk_error(
+    operation: &'static str,
+    place: &dyn std::fmt::Display,
+    error: &io::Error,
+) -> DiskError {
     if error.kind() == io::ErrorKind::StorageFull || error.kind() == io::ErrorKind::QuotaExceeded {
         DiskError::NoSpace { operation }
     } else {

@@ -16,7 +16,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use rustix::fs::{Advice, AtFlags, FallocateFlags, OFlags, SeekFrom, StatxFlags, fadvise, fallocate, fdatasync};
+use rustix::fs::{
+    Advice, AtFlags, FallocateFlags, OFlags, SeekFrom, StatxFlags, fadvise, fallocate, fdatasync,
+};
 use rustix::io::{Errno, ReadWriteFlags, pwritev2};
 use tracing::{info, warn};
 use uuid::Uuid;
@@ -24,7 +26,7 @@ use uuid::Uuid;
 use super::buffer::{AlignedBuf, BufferPool};
 use super::error::RegionError;
 use super::open::{OpenReport, in_turn};
-use super::owner::lock_exclusively;
+use super::owner::{lock_exclusively, open_error};
 use super::region::RegionCore;
 use super::storage::Storage;
 use crate::core::api::RegionFacts;
@@ -57,8 +59,9 @@ impl Region {
         let name = path.display().to_string();
         let boot_id = options.boot_id.map_or_else(this_boot, Ok)?;
         let threads = verify_threads(options.verify_threads);
-        let (region, facts, report) =
-            Self::open_on(storage, &name, boot_id, &|what, count, task| on_threads(&name, threads, what, count, task))?;
+        let (region, facts, report) = Self::open_on(storage, &name, boot_id, &|what, count, task| {
+            on_threads(&name, threads, what, count, task)
+        })?;
         log_report(&name, &facts, &report);
         Ok((Arc::new(region), facts))
     }
@@ -69,7 +72,10 @@ fn log_report(path: &str, facts: &RegionFacts, report: &OpenReport) {
         warn!("{path}: one header copy is damaged ({fault}); the other one is in force");
     }
     if report.lost_records > 0 {
-        warn!("{path}: {} activity-log records were damaged: the whole region was verified", report.lost_records);
+        warn!(
+            "{path}: {} activity-log records were damaged: the whole region was verified",
+            report.lost_records
+        );
     }
     let blocks = &report.blocks;
     info!(
@@ -91,7 +97,6 @@ pub(super) fn verify_threads(wanted: usize) -> usize {
 }
 
 /// A `Runner` on several threads.
-#[expect(clippy::disallowed_methods, reason = "opening a region is the shell's work, and its threads end with it")]
 pub(super) fn on_threads(
     name: &str,
     threads: usize,
@@ -125,9 +130,9 @@ pub(super) fn on_threads(
         let helpers: Vec<_> = (1..threads).filter_map(|number| start(number).ok()).collect();
         let mut result = work();
         for helper in helpers {
-            let theirs = helper.join().unwrap_or_else(|_| {
-                Err(RegionError::io(what, name, io::Error::other("a thread died")))
-            });
+            let theirs = helper
+                .join()
+                .unwrap_or_else(|_| Err(RegionError::io(what, name, io::Error::other("a thread died"))));
             result = result.and(theirs);
         }
         result
@@ -155,7 +160,6 @@ pub struct FileStorage {
     path: PathBuf,
     align_bytes: usize,
     pub(super) is_device: bool,
-    pub(super) is_direct: bool,
     pub(super) buffers: Arc<BufferPool>,
 }
 
@@ -176,7 +180,7 @@ impl FileStorage {
             // Refuses a device that is mounted or belongs to another volume manager.
             options.custom_flags(OFlags::EXCL.bits().cast_signed());
         }
-        let cached = options.open(path).map_err(fail)?;
+        let cached = options.open(path).map_err(|error| open_error(path, &name, error))?;
         match lock_exclusively(&cached, &name) {
             Err(error @ RegionError::Locked { .. }) if access == Access::Peek => {
                 warn!("{error}; what follows may be changing");
@@ -206,7 +210,7 @@ impl FileStorage {
         };
         let align_bytes = if is_direct { memory_alignment(&direct) } else { 1 };
         let buffers = BufferPool::new(BUFFERS_KEPT_BYTES);
-        Ok(Self { cached, direct, path: path.to_owned(), align_bytes, is_device, is_direct, buffers })
+        Ok(Self { cached, direct, path: path.to_owned(), align_bytes, is_device, buffers })
     }
 
     pub(super) fn cached(&self) -> &File {

@@ -65,7 +65,9 @@ fn audit_of(path: &Path) -> Audit {
 /// One life of a region: written, closed, opened again, corrupted, found out.
 fn exercise(path: &Path) {
     let region = open(path).unwrap();
-    region.execute(&DiskOp::ActivityLog { entries: vec![LogEntry { slot: 5, extent: Some(ExtentId(0)) }] }).unwrap();
+    region
+        .execute(&DiskOp::ActivityLog { entries: vec![LogEntry { slot: 5, extent: Some(ExtentId(0)) }] })
+        .unwrap();
     write(&region, 0, 700, 1);
     let range = BlockRange::new(10, 5);
     let version = Version::new(Generation(1), 2);
@@ -129,7 +131,9 @@ fn a_loop_device() {
     File::create(&image).unwrap().set_len(24 << 20).unwrap();
     let found = Command::new("losetup").args(["-f", "--show"]).arg(&image).output();
     let device = match found {
-        Ok(output) if output.status.success() => PathBuf::from(String::from_utf8(output.stdout).unwrap().trim()),
+        Ok(output) if output.status.success() => {
+            PathBuf::from(String::from_utf8(output.stdout).unwrap().trim())
+        }
         other => {
             println!("SKIPPED: no loop device: {other:?}");
             return;
@@ -215,7 +219,12 @@ fn what_can_not_be_created_says_why() {
         let error = make(path, size, Prealloc::Sparse, force).unwrap_err();
         assert!(error.contains(text), "{error}");
     };
-    refused(&path, Some(5000), false, "--size 5000: must be a multiple of 4096 bytes; the next larger one is 8192");
+    refused(
+        &path,
+        Some(5000),
+        false,
+        "--size 5000: must be a multiple of 4096 bytes; the next larger one is 8192",
+    );
     refused(&path, Some(0), false, "--size 0");
     refused(&path, Some(u64::MAX / 4096 * 4096), false, "a region needs between 1 and");
     refused(&path.join("below"), Some(8192), false, "does not exist");
@@ -223,13 +232,19 @@ fn what_can_not_be_created_says_why() {
     assert!(!path.exists());
 
     let region = place.make(Prealloc::Sparse).region;
-    refused(&path, Some(8192), false, &format!("already holds region {region} of 8388608 bytes; use --force"));
+    refused(
+        &path,
+        Some(8192),
+        false,
+        &format!("already holds region {region} of 8388608 bytes; use --force"),
+    );
     fs::write(&path, b"precious").unwrap();
     refused(&path, Some(8192), false, "already exists (a file of 8 bytes); use --force");
     assert_eq!(fs::read(&path).unwrap(), b"precious");
     make(&path, Some(8192), Prealloc::Sparse, true).unwrap();
     open(&path).unwrap();
-    let args = CreateArgs { region: path.clone(), size: None, volume: None, prealloc: Prealloc::Full, force: true };
+    let args =
+        CreateArgs { region: path.clone(), size: None, volume: None, prealloc: Prealloc::Full, force: true };
     assert!(create(&args).unwrap_err().to_string().contains("--size is needed"));
 }
 

@@ -16,8 +16,8 @@ use super::layout::{Layout, LayoutError, PAGE_BYTES};
 
 pub type Page = [u8; PAGE_BYTES];
 
-pub const MAGIC: [u8; 8] = *b"NEWELRGN";
-pub const LOG_MAGIC: [u8; 8] = *b"NEWELLOG";
+const MAGIC: [u8; 8] = *b"NEWELRGN";
+const LOG_MAGIC: [u8; 8] = *b"NEWELLOG";
 pub const FORMAT_VERSION: u32 = 1;
 
 const MAGIC_AT: usize = 0;

@@ -15,12 +15,12 @@ use super::context::PAIR_BYTES;
 use super::format::LOG_SLOTS_PER_RECORD;
 
 /// The unit in which metadata is written durably.
-pub const PAGE_BYTES: usize = 4096;
+pub(crate) const PAGE_BYTES: usize = 4096;
 
-pub const HEADER_A_OFFSET: u64 = 0;
+pub(crate) const HEADER_A_OFFSET: u64 = 0;
 /// Far from copy A, so that one damaged track, stripe or partition table does not take both.
-pub const HEADER_B_OFFSET: u64 = HEADER_A_OFFSET + 64 * 1024;
-pub const LOG_OFFSET: u64 = HEADER_B_OFFSET + 64 * 1024;
+pub(crate) const HEADER_B_OFFSET: u64 = HEADER_A_OFFSET + 64 * 1024;
+pub(crate) const LOG_OFFSET: u64 = HEADER_B_OFFSET + 64 * 1024;
 /// Keeps the table clear of the log's last page, whatever the device's physical sector is.
 const CONTEXTS_ALIGN_BYTES: u64 = 64 * 1024;
 /// The usual alignment of partitions and RAID stripes.
@@ -30,7 +30,7 @@ pub const DEFAULT_LOG_SLOTS: u32 = 1024;
 /// 16,384 slots stand for 64 GiB of extents to verify after a crash: more would make a restart slow.
 pub const MAX_LOG_SLOTS: u32 = 32 * LOG_SLOTS_PER_RECORD;
 /// Extents are numbered by a `u32`, whose last value marks an empty slot of the log.
-pub const MAX_BLOCKS: u64 = (u32::MAX as u64 - 1) * EXTENT_BLOCKS as u64;
+pub(crate) const MAX_BLOCKS: u64 = (u32::MAX as u64 - 1) * EXTENT_BLOCKS as u64;
 
 const _: () = assert!(HEADER_B_OFFSET >= HEADER_A_OFFSET + PAGE_BYTES as u64);
 const _: () = assert!(LOG_OFFSET >= HEADER_B_OFFSET + PAGE_BYTES as u64);
@@ -156,7 +156,10 @@ mod tests {
         assert_eq!(Layout::new(MAX_BLOCKS + 1, 1024), Err(LayoutError::Blocks { blocks: MAX_BLOCKS + 1 }));
         assert_eq!(Layout::new(1, 100), Err(LayoutError::Slots { slots: 100 }));
         assert!(Layout::new(MAX_BLOCKS, MAX_LOG_SLOTS).is_ok());
-        assert_eq!(Layout::new(1025, 512).unwrap().extent_blocks(ExtentId(1)), Some(BlockRange::new(1024, 1)));
+        assert_eq!(
+            Layout::new(1025, 512).unwrap().extent_blocks(ExtentId(1)),
+            Some(BlockRange::new(1024, 1))
+        );
         assert_eq!(Layout::new(1024, 512).unwrap().extent_blocks(ExtentId(1)), None);
     }
 

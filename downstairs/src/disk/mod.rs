@@ -46,7 +46,8 @@ pub mod yardstick;
 
 #[cfg(test)]
 mod crash_tests;
-#[cfg(all(test, feature = "daemon"))]
+#[cfg(test)]
+#[cfg(feature = "daemon")]
 mod file_tests;
 #[cfg(test)]
 mod mem;
@@ -55,7 +56,7 @@ pub use buffer::{AlignedBuf, BufferPool};
 pub use change::{Change, Piece};
 pub use context::{Context, ContextKind, Pair};
 pub use error::RegionError;
-pub use format::{FORMAT_VERSION, Header, LOG_SLOTS_PER_RECORD, LogRecord, PageFault};
+pub use format::{FORMAT_VERSION, Header, LOG_SLOTS_PER_RECORD, LogRecord, Page, PageFault};
 pub use layout::{DEFAULT_LOG_SLOTS, Layout, LayoutError, MAX_LOG_SLOTS, header_offset};
 pub use open::{OpenReport, Runner, format_on, in_turn};
 pub use read::ReadPlan;
@@ -67,7 +68,7 @@ pub use create::{CreateOptions, Prealloc, create_region};
 #[cfg(feature = "daemon")]
 pub use file::{FileStorage, OpenOptions, Region};
 #[cfg(feature = "daemon")]
-pub use pool::{Pool, PoolOptions};
+pub use pool::{Pool, PoolOptions, Wake};
 
 /// A thread that panicked holding one of our locks left the value whole: every critical section here replaces values
 /// and none leaves one half changed.

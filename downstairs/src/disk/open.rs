@@ -31,8 +31,11 @@ use super::verify::Verified;
 use crate::core::api::{DiskError, LogEntry, RegionFacts};
 
 /// Calls the function for every number below the count, in any order, maybe on several threads, and stops at an error.
-pub type Runner<'a> =
-    &'a dyn Fn(&'static str, u32, &(dyn Fn(u32) -> Result<(), RegionError> + Sync)) -> Result<(), RegionError>;
+pub type Runner<'a> = &'a dyn Fn(
+    &'static str,
+    u32,
+    &(dyn Fn(u32) -> Result<(), RegionError> + Sync),
+) -> Result<(), RegionError>;
 
 /// The plain [`Runner`]: one after the other.
 pub fn in_turn(
@@ -62,7 +65,8 @@ const DIGEST_CHUNK_EXTENTS: u32 = 64;
 pub fn format_on<S: Storage>(storage: &S, layout: Layout, region: Uuid, volume: Uuid) -> io::Result<Header> {
     for record in 0..layout.log_records() {
         for copy in [0, 1] {
-            storage.write_durable(layout.log_record_offset(record, copy), &LogRecord::empty(record).encode())?;
+            storage
+                .write_durable(layout.log_record_offset(record, copy), &LogRecord::empty(record).encode())?;
         }
     }
     storage.sync()?;
@@ -133,7 +137,12 @@ impl<S: Storage> RegionCore<S> {
         Ok((region, report))
     }
 
-    fn verify_logged(&self, lost_power: bool, report: &mut OpenReport, run: Runner<'_>) -> Result<(), RegionError> {
+    fn verify_logged(
+        &self,
+        lost_power: bool,
+        report: &mut OpenReport,
+        run: Runner<'_>,
+    ) -> Result<(), RegionError> {
         let extents: Vec<ExtentId> = if report.lost_records > 0 {
             (0..self.layout.extents()).map(ExtentId).collect()
         } else {
@@ -143,7 +152,8 @@ impl<S: Storage> RegionCore<S> {
         let count = u32::try_from(extents.len()).unwrap_or(u32::MAX);
         run("verifying", count, &|index| {
             let Some(&extent) = extents.get(index as usize) else { return Ok(()) };
-            let found = self.verify_extent(extent, lost_power).map_err(|error| self.as_region_error(&error))?;
+            let found =
+                self.verify_extent(extent, lost_power).map_err(|error| self.as_region_error(&error))?;
             let mut total = lock(&total);
             total.went_back += found.went_back;
             total.unverified += found.unverified;
@@ -183,7 +193,8 @@ impl<S: Storage> RegionCore<S> {
         let chunks = self.layout.extents().div_ceil(DIGEST_CHUNK_EXTENTS);
         run("reading contexts", chunks, &|chunk| {
             let first = ExtentId(chunk * DIGEST_CHUNK_EXTENTS).first_block();
-            let blocks = u64::from(DIGEST_CHUNK_EXTENTS * EXTENT_BLOCKS).min(self.layout.blocks.saturating_sub(first));
+            let blocks =
+                u64::from(DIGEST_CHUNK_EXTENTS * EXTENT_BLOCKS).min(self.layout.blocks.saturating_sub(first));
             let offset = self.layout.context_offset(first);
             let bytes = blocks * PAIR_BYTES as u64;
             if self.storage.is_hole(offset, bytes) {
@@ -224,7 +235,11 @@ impl<S: Storage> RegionCore<S> {
     }
 
     pub(crate) fn as_region_error(&self, error: &DiskError) -> RegionError {
-        RegionError::Io { operation: "open it", path: self.name.clone(), source: io::Error::other(error.clone()) }
+        RegionError::Io {
+            operation: "open it",
+            path: self.name.clone(),
+            source: io::Error::other(error.clone()),
+        }
     }
 }
 
@@ -236,7 +251,11 @@ fn read_page<S: Storage>(storage: &S, offset: u64) -> Result<Page, PageFault> {
     }
 }
 
-fn load_header<S: Storage>(storage: &S, name: &str, report: &mut OpenReport) -> Result<Twin<Header>, RegionError> {
+fn load_header<S: Storage>(
+    storage: &S,
+    name: &str,
+    report: &mut OpenReport,
+) -> Result<Twin<Header>, RegionError> {
     let size = storage.size_bytes().map_err(|error| RegionError::io("find its size", name, error))?;
     let read = |copy| read_page(storage, header_offset(copy)).and_then(|page| Header::decode(&page));
     let header = match (read(0), read(1)) {
@@ -254,7 +273,12 @@ fn load_header<S: Storage>(storage: &S, name: &str, report: &mut OpenReport) -> 
     };
     let needed = header.value.layout.total_bytes();
     if size < needed {
-        return Err(RegionError::Truncated { path: name.to_owned(), found: size, what: "its header", needed });
+        return Err(RegionError::Truncated {
+            path: name.to_owned(),
+            found: size,
+            what: "its header",
+            needed,
+        });
     }
     Ok(header)
 }

@@ -5,7 +5,9 @@
 //! - A refusal names the holder, if the system tells.
 
 use std::fs::{self, File};
+use std::io;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -17,6 +19,18 @@ pub(super) fn lock_exclusively(file: &File, path: &str) -> Result<(), RegionErro
         Ok(()) => Ok(()),
         Err(Errno::WOULDBLOCK) => Err(RegionError::Locked { path: path.to_owned(), pid: holder(file) }),
         Err(error) => Err(RegionError::io("lock it", path, error.into())),
+    }
+}
+
+/// A block device that another one holds can't even be opened.
+pub(super) fn open_error(on: &Path, name: &str, error: io::Error) -> RegionError {
+    if error.raw_os_error() != Some(Errno::BUSY.raw_os_error()) {
+        return RegionError::io("open it", name, error);
+    }
+    let path = name.to_owned();
+    match File::open(on).ok().and_then(|file| holder(&file)) {
+        Some(pid) => RegionError::Locked { path, pid: Some(pid) },
+        None => RegionError::Busy { path },
     }
 }
 

@@ -113,7 +113,8 @@ mod tests {
     #[test]
     fn a_written_block_is_never_punched() {
         let check = |held: (u64, u32), cut: (u64, u32), left: &[(u64, u32)]| {
-            let found: Vec<_> = without(BlockRange::new(held.0, held.1), BlockRange::new(cut.0, cut.1)).collect();
+            let found: Vec<_> =
+                without(BlockRange::new(held.0, held.1), BlockRange::new(cut.0, cut.1)).collect();
             let left: Vec<_> = left.iter().map(|&(start, count)| BlockRange::new(start, count)).collect();
             assert_eq!(found, left);
         };

@@ -40,7 +40,8 @@ impl ReadPlan {
     }
 
     fn settle(&mut self) {
-        let mut wanted = self.range.blocks().zip(&self.states).filter(|(_, state)| Self::wants(self.mode, state));
+        let mut wanted =
+            self.range.blocks().zip(&self.states).filter(|(_, state)| Self::wants(self.mode, state));
         let Some((first, _)) = wanted.next() else {
             (self.fetch, self.wanted) = (None, 0);
             return;

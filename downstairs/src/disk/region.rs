@@ -121,7 +121,12 @@ impl<S: Storage> RegionCore<S> {
         self.failed.get_or_init(|| error).clone()
     }
 
-    pub(crate) fn error(&self, operation: &'static str, place: &dyn std::fmt::Display, error: &std::io::Error) -> DiskError {
+    pub(crate) fn error(
+        &self,
+        operation: &'static str,
+        place: &dyn std::fmt::Display,
+        error: &std::io::Error,
+    ) -> DiskError {
         disk_error(operation, &format_args!("{}, {place}", self.name), error)
     }
 
@@ -130,7 +135,10 @@ impl<S: Storage> RegionCore<S> {
         if range.is_valid(self.layout.blocks) {
             return Ok(());
         }
-        let message = format!("{}: blocks {range} are outside its {} blocks or cross an extent", self.name, self.layout.blocks);
+        let message = format!(
+            "{}: blocks {range} are outside its {} blocks or cross an extent",
+            self.name, self.layout.blocks
+        );
         Err(DiskError::Io { operation: "an access", message })
     }
 
@@ -171,9 +179,7 @@ impl<S: Storage> RegionCore<S> {
         let planned = self.copying.planned.load(Ordering::SeqCst);
         let all_ended = self.copying.ended.load(Ordering::SeqCst) == planned;
         self.punches.ripen();
-        self.storage
-            .sync()
-            .map_err(|error| self.fail(self.error("fdatasync", &"all blocks", &error)))?;
+        self.storage.sync().map_err(|error| self.fail(self.error("fdatasync", &"all blocks", &error)))?;
         let mark = mark.filter(|&mark| mark > self.flushed_mark());
         let copying = self.copying.epoch.load(Ordering::SeqCst) != NOT_COPYING;
         if mark.is_none() && !(copying && all_ended) {
@@ -276,9 +282,9 @@ impl<S: Storage> RegionCore<S> {
     }
 
     fn write_page(&self, operation: &'static str, offset: u64, page: &Page) -> Result<(), DiskError> {
-        self.storage.write_durable(offset, page).map_err(|error| {
-            self.fail(self.error(operation, &format_args!("byte {offset}"), &error))
-        })
+        self.storage
+            .write_durable(offset, page)
+            .map_err(|error| self.fail(self.error(operation, &format_args!("byte {offset}"), &error)))
     }
 
     /// Makes everything durable, empties the log and marks the region as closed cleanly; nothing changes it afterwards.
@@ -322,4 +328,5 @@ impl<S: Storage> RegionCore<S> {
     }
 }
 
-const _: () = assert!(BLOCK_BYTES == super::layout::PAGE_BYTES, "blocks are read and written with direct I/O");
+const _: () =
+    assert!(BLOCK_BYTES == super::layout::PAGE_BYTES, "blocks are read and written with direct I/O");

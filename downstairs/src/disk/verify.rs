@@ -52,7 +52,9 @@ impl<S: Storage> RegionCore<S> {
             if pairs.iter().all(|pair| pair.latest.is_zeros()) {
                 continue;
             }
-            for (block, pair, found) in chunk.blocks().zip(pairs).zip(self.crcs_of(chunk)).map(|((b, p), f)| (b, p, f)) {
+            for (block, pair, found) in
+                chunk.blocks().zip(pairs).zip(self.crcs_of(chunk)).map(|((b, p), f)| (b, p, f))
+            {
                 let Some(found) = found else {
                     verified.unreadable += u64::from(!pair.latest.is_zeros());
                     continue;
@@ -80,7 +82,7 @@ impl<S: Storage> RegionCore<S> {
             self.storage.read_direct(self.block_offset(block), data).ok()?;
             Some(crc(data))
         };
-        range.blocks().map(|block| read_one(block)).collect()
+        range.blocks().map(&mut read_one).collect()
     }
 }
 
@@ -127,11 +129,23 @@ mod tests {
     #[test]
     fn blocks_settle() {
         // Data of version n has checksum n; the mark is 10.
-        let check = |flushed: Context, latest: Context, found: u32, lost_power: bool, expected: (ContextKind, u64)| {
+        let check = |flushed: Context,
+                     latest: Context,
+                     found: u32,
+                     lost_power: bool,
+                     expected: (ContextKind, u64)| {
             let was_flushed = |latest: &Context| latest.copied.is_none() && latest.version <= v(10);
             let after = settle(&Pair { flushed, latest }, found, was_flushed(&latest), lost_power);
-            assert_eq!((after.latest.kind, after.latest.version.sequence), expected, "{flushed:?} {latest:?} {found}");
-            assert_eq!(settle(&after, found, was_flushed(&after.latest), lost_power), after, "settles at once");
+            assert_eq!(
+                (after.latest.kind, after.latest.version.sequence),
+                expected,
+                "{flushed:?} {latest:?} {found}"
+            );
+            assert_eq!(
+                settle(&after, found, was_flushed(&after.latest), lost_power),
+                after,
+                "settles at once"
+            );
         };
         let (is_data, unverified, zero) = (ContextKind::Data, ContextKind::Unverified, ContextKind::Zero);
         for lost_power in [false, true] {

@@ -24,7 +24,7 @@ use super::message::{Reply, Request};
 use crate::types::MAX_JOB_BYTES;
 
 pub const HEADER_BYTES: usize = 20;
-/// The largest body is a `Store` of one whole extent: 1024 blocks of 21 bytes, and some.
+/// The largest body is a `Store` of one whole extent: 1024 blocks of 25 bytes, and some.
 pub const MAX_BODY_BYTES: usize = 64 * 1024;
 /// A job stays within one extent.
 pub const MAX_PAYLOAD_BYTES: usize = MAX_JOB_BYTES;

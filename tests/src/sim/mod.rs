@@ -5,14 +5,22 @@
 //! - Nothing of the product is imitated: [`world`] only carries the cores' actions out and brings events in.
 //! - The disk is worse than real ones: after a power cut each 512-byte sector shows any of its states since the last sync.
 //!
-//! `disk` the medium, `world` processes, network and faults, `guest` clients that behave like a kernel, `checker` what a guest
-//! may see, `plan` what a seed stands for, `bugs` the planted ones that the checker must find.
+//! `world` the queue of events, with `replicas`, `upstairs`, `network`, `clients`, `faults`, `ending`; `disk` the medium;
+//! `guest` clients that behave like a kernel; `history` and `checker` what a guest may see; `plan` what a seed stands for;
+//! `planted` mistakes that the checker must find.
 
 pub mod checker;
+mod clients;
 pub mod disk;
+mod ending;
+mod faults;
 pub mod guest;
 pub mod history;
+mod network;
 pub mod plan;
+mod planted;
+mod replicas;
+mod upstairs;
 pub mod world;
 
 pub use plan::Plan;

@@ -28,13 +28,8 @@ pub(super) fn run_metadata(region: &Region, queue: &Queue, sink: &Sink) {
 pub(super) fn run_flushes(region: &Region, queue: &Queue, sink: &Sink) {
     let mut queued = Vec::new();
     while queue.take(&mut queued) {
-        let mark = queued
-            .iter()
-            .filter_map(|queued| match queued.command.kind {
-                DiskOp::Flush { mark } => mark,
-                _ => None,
-            })
-            .max();
+        let mark_of = |kind: &DiskOp| if let DiskOp::Flush { mark } = kind { *mark } else { None };
+        let mark = queued.iter().filter_map(|queued| mark_of(&queued.command.kind)).max();
         let closes = queued.iter().any(|queued| matches!(queued.command.kind, DiskOp::Close));
         let began = Instant::now();
         let mut result = region.flush(mark);

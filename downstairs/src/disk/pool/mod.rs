@@ -80,13 +80,14 @@ impl Pool {
         };
         // Whatever was started before an error stops as the pool is dropped.
         let writes = write::Lane::new(&region, &pool.writes, &pool.sink, depth)?;
-        let reaper = Arc::clone(&writes);
-        pool.spawn("newel-wc", move || reaper.reap())?;
-        pool.spawn("newel-w", move || writes.run())?;
+        // The thread that submits comes first: as it ends it tells the other one to.
+        let submitter = Arc::clone(&writes);
+        pool.spawn("newel-w", move || submitter.run())?;
+        pool.spawn("newel-wc", move || writes.reap())?;
         let reads = read::Lane::new(&region, &pool.reads, &pool.sink, depth)?;
-        let reaper = Arc::clone(&reads);
-        pool.spawn("newel-rc", move || reaper.reap())?;
-        pool.spawn("newel-r", move || reads.run())?;
+        let submitter = Arc::clone(&reads);
+        pool.spawn("newel-r", move || submitter.run())?;
+        pool.spawn("newel-rc", move || reads.reap())?;
         let (queue, sink, of) = (Arc::clone(&pool.flushes), Arc::clone(&pool.sink), Arc::clone(&region));
         pool.spawn("newel-f", move || meta::run_flushes(&of, &queue, &sink))?;
         let (queue, sink) = (Arc::clone(&pool.metadata), Arc::clone(&pool.sink));
@@ -153,7 +154,9 @@ fn lane_of(op: &DiskOp) -> usize {
         DiskOp::Write { .. } | DiskOp::Zero { .. } | DiskOp::Store { .. } => 0,
         DiskOp::Read { .. } => 1,
         DiskOp::Flush { .. } | DiskOp::Close => 2,
-        DiskOp::ActivityLog { .. } | DiskOp::Header(_) | DiskOp::Digests { .. } | DiskOp::Contexts { .. } => 3,
+        DiskOp::ActivityLog { .. } | DiskOp::Header(_) | DiskOp::Digests { .. } | DiskOp::Contexts { .. } => {
+            3
+        }
     }
 }
 

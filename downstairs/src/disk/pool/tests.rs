@@ -41,7 +41,9 @@ impl Rig {
         create_region(&options, &|_, _, _| {}).unwrap();
         let (region, _) = Region::open(&path, &OpenOptions::default()).unwrap();
         let (wake, woken) = sync_channel(1);
-        let wake = Arc::new(move || { wake.try_send(()).ok(); });
+        let wake = Arc::new(move || {
+            wake.try_send(()).ok();
+        });
         let options = PoolOptions { depth, max_queued: 1000 };
         let pool = Some(Pool::start(Arc::clone(&region), options, wake).unwrap());
         Self { _directory: directory, path, region, pool, woken, next: 0 }
@@ -50,11 +52,8 @@ impl Rig {
     fn run(&mut self, kinds: Vec<DiskOp>) -> Vec<DiskDone> {
         let first = self.next;
         let count = kinds.len();
-        let mut commands: Vec<_> = (first..)
-            .map(OpId)
-            .zip(kinds)
-            .map(|(op, kind)| DiskCommand { op, kind })
-            .collect();
+        let mut commands: Vec<_> =
+            (first..).map(OpId).zip(kinds).map(|(op, kind)| DiskCommand { op, kind }).collect();
         self.next += count as u64;
         let pool = self.pool.as_ref().unwrap();
         pool.submit(&mut commands);
@@ -74,10 +73,9 @@ impl Rig {
     }
 
     fn read(&mut self, start: u64, count: u32) -> (Vec<BlockState>, Bytes) {
-        match self.one(DiskOp::Read { range: BlockRange::new(start, count), mode: ReadMode::Data }) {
-            DiskOutcome::Read { states, data } => (states, data),
-            other => panic!("{other:?}"),
-        }
+        let op = DiskOp::Read { range: BlockRange::new(start, count), mode: ReadMode::Data };
+        let DiskOutcome::Read { states, data } = self.one(op) else { panic!() };
+        (states, data)
     }
 }
 
@@ -125,7 +123,10 @@ fn gaps_zeros_and_copies() {
     rig.one(write(1, 4, 10));
     let copies = [1, 3, 5].map(|block| {
         let data = content(block, 99);
-        StoredBlock { block, state: BlockState { version: v(5), crc: block_crcs(&data)[0], kind: BlockKind::Data } }
+        StoredBlock {
+            block,
+            state: BlockState { version: v(5), crc: block_crcs(&data)[0], kind: BlockKind::Data },
+        }
     });
     let data = [1, 3, 5].map(|block| content(block, 99)).concat();
     rig.one(DiskOp::Store { blocks: copies.to_vec(), join: v(11), data: data.into() });
@@ -144,23 +145,31 @@ fn everything_else_and_the_end() {
     let mut rig = Rig::new(8);
     let entries = vec![LogEntry { slot: 700, extent: Some(ExtentId(1)) }];
     rig.one(DiskOp::ActivityLog { entries });
-    rig.one(DiskOp::Header(HeaderChange::Promise { generation: Generation(4), upstairs: Uuid::from_u128(8) }));
+    rig.one(DiskOp::Header(HeaderChange::Promise {
+        generation: Generation(4),
+        upstairs: Uuid::from_u128(8),
+    }));
     rig.one(write(1024, 1024, 3));
     let flushes = [Some(v(4)), None, Some(v(6)), Some(v(5))].map(|mark| DiskOp::Flush { mark });
     assert!(rig.run(flushes.into()).iter().all(|done| done.result.is_ok()));
     assert_eq!(rig.region.header().flushed, v(6));
     let DiskOutcome::Contexts(states) = rig.one(DiskOp::Contexts { extent: ExtentId(1) }) else { panic!() };
     assert!(states.len() == 1024 && states.iter().all(|state| state.version == v(3)));
-    let DiskOutcome::Digests(digests) = rig.one(DiskOp::Digests { first: ExtentId(0), count: 9 }) else { panic!() };
+    let DiskOutcome::Digests(digests) = rig.one(DiskOp::Digests { first: ExtentId(0), count: 9 }) else {
+        panic!()
+    };
     assert!(digests.len() == 4 && digests[1] != 0 && digests[0] == 0);
     assert!(rig.run(vec![write(4095, 1, 7), write(4096, 1, 7)])[1].result.is_err());
 
     // What was handed in is finished before the threads end.
     let pool = rig.pool.take().unwrap();
-    let mut commands = (0..100).map(|number| DiskCommand { op: OpId(number), kind: write(number * 9, 1, 50) }).collect();
+    let mut commands =
+        (0..100).map(|number| DiskCommand { op: OpId(number), kind: write(number * 9, 1, 50) }).collect();
     pool.submit(&mut commands);
     drop(pool);
-    assert!((0..100).all(|number| rig.region.plan_read(BlockRange::single(number * 9), ReadMode::Data).unwrap().fetch.is_some()));
+    assert!((0..100).all(|number| {
+        rig.region.plan_read(BlockRange::single(number * 9), ReadMode::Data).unwrap().fetch.is_some()
+    }));
     let digest = fold_digests(rig.region.digests(ExtentId(0), 4).into_iter());
     drop(rig.region);
     let (region, facts) = Region::open(&rig.path, &OpenOptions::default()).unwrap();
@@ -175,5 +184,10 @@ fn too_much_is_refused_at_once() {
     let done = rig.run((0..3000_u64).map(|number| write(number, 1, 1)).collect());
     let refused = done.iter().filter(|done| done.result.is_err()).count();
     assert_eq!(refused, 2000);
-    assert!(done[2999].result.as_ref().is_err_and(|error| error.to_string().contains("as many operations as it may")));
+    assert!(
+        done[2999]
+            .result
+            .as_ref()
+            .is_err_and(|error| error.to_string().contains("as many operations as it may"))
+    );
 }

@@ -60,6 +60,9 @@ struct Shared {
     left: AtomicUsize,
 }
 
+/// Boxed, as a job moves from thread to thread and from list to list.
+type Jobs = Vec<Box<Job>>;
+
 enum Parts {
     One(Part),
     /// In the order of their blocks.
@@ -117,17 +120,24 @@ impl Lane {
         self.ring.submit(&mut requests, &mut batch, &mut refused);
     }
 
-    fn plan(&self, op: OpId, kind: DiskOp, arrived: Instant, ready: &mut Vec<Ready>, no_data: &mut Vec<Box<Job>>) {
+    fn plan(&self, op: OpId, kind: DiskOp, arrived: Instant, ready: &mut Vec<Ready>, no_data: &mut Jobs) {
         let (change, data) = match kind {
             DiskOp::Write { range, version, crcs, data } => {
                 (self.region.plan_write(range, version, &crcs, data.len()), data)
             }
             DiskOp::Store { blocks, join, data } => (self.region.plan_store(&blocks, join, data.len()), data),
             DiskOp::Zero { range, version, mode } => {
-                let data = if mode == ZeroMode::Allocate { self.zeros(range.bytes()) } else { Bytes::new() };
-                (self.region.plan_zero(range, version, mode), data)
+                let change = self.region.plan_zero(range, version, mode);
+                let needed = mode == ZeroMode::Allocate && change.is_ok();
+                (change, if needed { self.zeros(range.bytes()) } else { Bytes::new() })
             }
-            _ => {
+            DiskOp::Read { .. }
+            | DiskOp::Flush { .. }
+            | DiskOp::ActivityLog { .. }
+            | DiskOp::Header(_)
+            | DiskOp::Digests { .. }
+            | DiskOp::Contexts { .. }
+            | DiskOp::Close => {
                 let message = "not an operation of this lane".to_owned();
                 (Err(DiskError::Io { operation: "a write", message }), Bytes::new())
             }
@@ -154,7 +164,11 @@ impl Lane {
                     Arc::new(Shared { job: Mutex::new(Some(job)), left: AtomicUsize::new(pieces.len()) });
                 for (index, piece) in pieces.iter().enumerate() {
                     let data = slice(&data, &piece.bytes);
-                    ready.push(Ready { range: piece.range, data, part: Part::Piece(Arc::clone(&shared), index) });
+                    ready.push(Ready {
+                        range: piece.range,
+                        data,
+                        part: Part::Piece(Arc::clone(&shared), index),
+                    });
                 }
                 if let Some(job) = lock(&shared.job).as_mut() {
                     job.data = data;
@@ -258,11 +272,17 @@ impl Lane {
             match completion.result {
                 Ok(written) if written == whole => jobs.extend(parts.filter_map(|part| part.end(None, at))),
                 Ok(written) => {
-                    tracing::warn!("{}: {written} of {whole} bytes were written; trying again", self.region.name);
+                    tracing::warn!(
+                        "{}: {written} of {whole} bytes were written; trying again",
+                        self.region.name
+                    );
                     jobs.extend(parts.filter_map(|part| self.again(part, at)));
                 }
                 Err(error) => {
-                    tracing::warn!("{}: a write of {whole} bytes failed ({error}); trying again", self.region.name);
+                    tracing::warn!(
+                        "{}: a write of {whole} bytes failed ({error}); trying again",
+                        self.region.name
+                    );
                     jobs.extend(parts.filter_map(|part| self.again(part, at)));
                 }
             }
@@ -272,7 +292,7 @@ impl Lane {
     }
 
     /// Contexts and answers of operations whose data is written, or could not be.
-    fn settle(&self, jobs: Vec<Box<Job>>) {
+    fn settle(&self, jobs: Jobs) {
         if jobs.is_empty() {
             return;
         }
@@ -295,7 +315,8 @@ impl Lane {
         let (range, data) = part.data()?;
         let offset = self.region.layout().block_offset(range.start);
         let result = self.region.storage().write_direct(offset, &data);
-        let error = result.err().map(|error| self.region.error("a write", &format_args!("blocks {range}"), &error));
+        let error =
+            result.err().map(|error| self.region.error("a write", &format_args!("blocks {range}"), &error));
         part.end(error, at)
     }
 }
