@@ -9,8 +9,10 @@ use std::time::SystemTime;
 use newel_tests::sim::plan::Bug;
 use newel_tests::sim::{Outcome, Plan, guest, run};
 
-/// Seeds that were counter-examples once, or reach rare paths.
+/// Seeds of every run. 7, 22, 30, 88, 101 and 219 among them were counter-examples once.
 const FIXED: std::ops::Range<u64> = 0..300;
+/// Others that were: a piece of an unanswered request, lost with the power of all three replicas.
+const FOUND: [u64; 1] = [1_796_051_343_191];
 const FRESH_DEFAULT: u64 = 300;
 /// Every planted mistake is found within so many seeds.
 const BUG_SEEDS: u64 = 500;
@@ -60,7 +62,7 @@ fn sweep(seeds: impl Iterator<Item = u64>) {
 
 #[test]
 fn fixed_seeds() {
-    sweep(FIXED);
+    sweep(FIXED.chain(FOUND));
 }
 
 #[test]

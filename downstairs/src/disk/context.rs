@@ -227,7 +227,7 @@ pub(crate) fn block_digest(block: u64, context: &Context) -> u64 {
 }
 
 /// A digest over the digests of all extents, in order.
-pub(crate) fn fold_digests(digests: impl Iterator<Item = u64>) -> u64 {
+pub fn fold_digests(digests: impl Iterator<Item = u64>) -> u64 {
     (1_u64..).zip(digests).fold(0, |folded, (number, digest)| folded ^ fmix64(digest ^ fmix64(number)))
 }
 
@@ -286,7 +286,7 @@ mod tests {
         assert_eq!(bytes[4..12], [5, 0, 0, 0, 0, 0, 0, 0x80]);
         assert_eq!(bytes[20..28], [6, 0, 0, 0, 0, 0, 0, 0]);
         assert_eq!(bytes[12..16], [27, 203, 214, 17]);
-        assert_eq!(bytes[28..], [0; 4]);
+        assert_eq!(bytes[28..], [86, 27, 42, 52]);
         assert_eq!(block_digest(3, &Context::data(v(2, 6), 0x1122_3344)), 0x779257d720c4e42c);
         assert_eq!(block_digest(3, &Context::zero(v(2, 6))), 0xb4089b93bfb0f6f);
     }

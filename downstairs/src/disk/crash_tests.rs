@@ -102,7 +102,7 @@ impl Run {
     }
 
     fn step(&mut self) {
-        self.sequence += 1;
+        self.sequence += 2;
         let version = Version::new(Generation(self.generation), self.sequence);
         let range = self.some_range();
         match self.random.below(12) {
@@ -121,14 +121,7 @@ impl Run {
                     [ZeroMode::Contexts, ZeroMode::Punch][usize::try_from(self.random.below(2)).unwrap()];
                 self.change(range, version, true, &DiskOp::Zero { range, version, mode });
             }
-            8 => {
-                let state =
-                    BlockState { version, crc: crc(&content(range.start, version)), kind: BlockKind::Data };
-                let blocks = vec![StoredBlock { block: range.start, state }];
-                let data = content(range.start, version).into();
-                let range = BlockRange::single(range.start);
-                self.change(range, version, false, &DiskOp::Store { blocks, join: version, data });
-            }
+            8 => self.copy(range.start, version),
             9 => {
                 let op = DiskOp::Header(HeaderChange::Claim { volume: Uuid::from_u128(9) });
                 if self.region.execute(&op).is_err() {
@@ -146,6 +139,20 @@ impl Run {
                 }
             }
         }
+    }
+
+    /// A copy of a version that was missed: an odd number from before, likely below the flushed mark.
+    fn copy(&mut self, block: u64, version: Version) {
+        let index = usize::try_from(block - USED.start).unwrap();
+        let missed = version.sequence.saturating_sub(1 + 2 * self.random.below(20));
+        let missed = Version::new(version.generation, missed);
+        let newest = self.model.history[index].iter().map(|&(version, _)| version).max().unwrap();
+        let version = if missed > newest { missed } else { version };
+        let data = content(block, version);
+        let state = BlockState { version, crc: crc(&data), kind: BlockKind::Data };
+        let blocks = vec![StoredBlock { block, state }];
+        let op = DiskOp::Store { blocks, join: Version::MAX, data: data.into() };
+        self.change(BlockRange::single(block), version, false, &op);
     }
 
     fn change(&mut self, range: BlockRange, version: Version, zeros: bool, op: &DiskOp) {
@@ -243,7 +250,7 @@ impl Run {
 
 #[test]
 fn what_was_flushed_survives_and_nothing_is_verified_wrongly() {
-    for seed in 0..300 {
+    for seed in 0..500 {
         let mut run = Run::new(seed);
         for _ in 0..3 {
             let power = run.random.below(3) > 0;

@@ -22,9 +22,9 @@ pub enum RegionError {
     #[error("{path}: no space left on device: the region needs {needed} bytes; nothing was left behind")]
     NoSpace { path: String, needed: u64 },
     #[error("{path}: not a Newel region (header copy A: {copy_a}; copy B: {copy_b})")]
-    NotARegion { path: String, copy_a: PageFault, copy_b: PageFault },
+    NotARegion { path: String, copy_a: Box<PageFault>, copy_b: Box<PageFault> },
     #[error("{path}: both headers are damaged (copy A: {copy_a}; copy B: {copy_b}); replace this replica")]
-    Damaged { path: String, copy_a: PageFault, copy_b: PageFault },
+    Damaged { path: String, copy_a: Box<PageFault>, copy_b: Box<PageFault> },
     #[error(
         "{path}: written by a newer Newel (format {found}, this program knows {known}); upgrade this host"
     )]

@@ -54,7 +54,7 @@ mod mem;
 
 pub use buffer::{AlignedBuf, BufferPool};
 pub use change::{Change, Piece};
-pub use context::{Context, ContextKind, Pair};
+pub use context::{Context, ContextKind, Pair, fold_digests};
 pub use error::RegionError;
 pub use format::{FORMAT_VERSION, Header, LOG_SLOTS_PER_RECORD, LogRecord, Page, PageFault};
 pub use layout::{DEFAULT_LOG_SLOTS, Layout, LayoutError, MAX_LOG_SLOTS, header_offset};

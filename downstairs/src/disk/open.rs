@@ -296,7 +296,9 @@ fn no_header(name: &str, size: u64, copy_a: PageFault, copy_b: PageFault) -> Reg
     if size < smallest {
         return RegionError::Truncated { path, found: size, what: "a region's header", needed: smallest };
     }
-    if foreign(&copy_a) && foreign(&copy_b) {
+    let is_foreign = foreign(&copy_a) && foreign(&copy_b);
+    let (copy_a, copy_b) = (Box::new(copy_a), Box::new(copy_b));
+    if is_foreign {
         return RegionError::NotARegion { path, copy_a, copy_b };
     }
     RegionError::Damaged { path, copy_a, copy_b }

@@ -92,6 +92,7 @@ impl World {
 
     pub(super) fn to_up(&mut self, conn: usize, reply: Reply, payload: Bytes) -> Result<(), String> {
         let Conn { up, down, link, open_up, .. } = self.conns[conn];
+        let Some(reply) = self.plant_on_arrival(conn, reply)? else { return Ok(()) };
         if open_up {
             self.feed_up(up, up::api::Event::Reply { replica: id(down), link, reply, payload })?;
         }

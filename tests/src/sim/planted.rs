@@ -1,15 +1,75 @@
 //! Planted mistakes. They are made here, between the parts of the product, wherever that is possible.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use bytes::Bytes;
 use newel_downstairs::core as down;
 use newel_downstairs::core::api::{ConnId, DiskCommand, DiskDone, DiskOp, DiskOutcome};
 use newel_protocol::wire::{Op, Refusal, Reply, Request as WireRequest, StageTimes};
 use newel_protocol::{Generation, JobId, Version};
+use newel_upstairs::core as up;
+use newel_upstairs::core::api::ReplicaSet;
 
 use super::plan::{Bug, MS};
-use super::world::{Conn, Ev, Late, World};
+use super::world::{Conn, Ev, Late, World, id};
+
+/// What the planted mistakes have to remember.
+#[derive(Debug, Default)]
+pub(super) struct Plants {
+    /// Jobs that went to several replicas at once, so guests' own: by upstairs and number, true if a change.
+    shared: BTreeMap<(usize, JobId), bool>,
+    /// Replies that were forged: the real ones are dropped.
+    forged: BTreeSet<(usize, JobId)>,
+}
+
+impl Plants {
+    pub(super) fn note_sent(&mut self, up: usize, replicas: ReplicaSet, request: &WireRequest) {
+        if let WireRequest::Job { job, op } = request
+            && replicas.len() > 1
+        {
+            self.shared.insert((up, *job), !matches!(op, Op::Read { .. }));
+        }
+    }
+}
 
 impl World {
+    /// Acknowledging at one: the first replica to execute a change answers for all. Reads not held: answers show versions of
+    /// long ago, which are never waited for.
+    pub(super) fn plant_on_arrival(&mut self, conn: usize, reply: Reply) -> Result<Option<Reply>, String> {
+        let Reply::Done { job, result: Ok(()), times, states } = reply else { return Ok(Some(reply)) };
+        let up = self.conns[conn].up;
+        let shared = self.plants.shared.get(&(up, job)).copied();
+        let mut states = states;
+        match (self.plan.bug, shared) {
+            (Some(Bug::AckAtOne), Some(true)) => {
+                if self.plants.forged.remove(&(conn, job)) {
+                    return Ok(None);
+                }
+                let others: Vec<usize> = self.ups[up]
+                    .links
+                    .iter()
+                    .flatten()
+                    .copied()
+                    .filter(|&c| c != conn && self.conns[c].open_up)
+                    .collect();
+                for other in others {
+                    if self.plants.forged.insert((other, job)) {
+                        let Conn { down, link, .. } = self.conns[other];
+                        let reply = Reply::Done { job, result: Ok(()), times, states: Vec::new() };
+                        let event =
+                            up::api::Event::Reply { replica: id(down), link, reply, payload: Bytes::new() };
+                        self.feed_up(up, event)?;
+                    }
+                }
+            }
+            (Some(Bug::ReadsNotHeld), Some(false)) => {
+                states.iter_mut().for_each(|state| state.version.generation = Generation(0));
+            }
+            (_, _) => {}
+        }
+        Ok(Some(Reply::Done { job, result: Ok(()), times, states }))
+    }
+
     pub(super) fn plant_in_reply(&mut self, conn: usize, reply: Reply) -> Option<Reply> {
         match (self.plan.bug, reply) {
             (Some(Bug::IgnoreLastActive), Reply::Promoted { generation, digest, .. }) => {

@@ -3,12 +3,11 @@
 use newel_upstairs::core as up;
 use newel_upstairs::core::api::StopReason;
 use newel_upstairs::core::config::CoreConfig;
-use newel_upstairs::core::mistakes::Mistakes;
 use rand::RngExt as _;
 use uuid::Uuid;
 
 use super::history::Note;
-use super::plan::{Bug, MS};
+use super::plan::MS;
 use super::world::{Ev, Up, VOLUME, World};
 
 impl World {
@@ -26,10 +25,6 @@ impl World {
             limits: self.plan.limits.clone(),
             timing: self.plan.timing.clone(),
             heal: true,
-            mistakes: Mistakes {
-                ack_at_one: self.plan.bug == Some(Bug::AckAtOne),
-                reads_not_held: self.plan.bug == Some(Bug::ReadsNotHeld),
-            },
         };
         self.ups.push(Up {
             core: up::Core::new(config, up::api::Time(self.now)),
@@ -67,6 +62,7 @@ impl World {
                     }
                 }
                 up::api::Action::Send { replicas, request, payload } => {
+                    self.plants.note_sent(index, replicas, &request);
                     for replica in replicas.iter() {
                         if let Some(conn) = self.ups[index].links[replica.index()] {
                             let event =

@@ -20,6 +20,7 @@ use super::disk::Disk;
 use super::guest::{self, Request};
 use super::history::{History, Nanos};
 use super::plan::{MS, Plan};
+use super::planted::Plants;
 
 /// What a run came to.
 #[derive(Clone, Debug)]
@@ -206,6 +207,7 @@ pub(super) struct World {
     pub(super) quiet: bool,
     pub(super) events: u64,
     pub(super) log: Vec<String>,
+    pub(super) plants: Plants,
 }
 
 pub(super) const VOLUME: Uuid = Uuid::from_u128(77);
@@ -239,6 +241,7 @@ impl World {
             quiet: false,
             events: 0,
             log: Vec::new(),
+            plants: Plants::default(),
             plan,
         }
     }

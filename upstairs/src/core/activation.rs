@@ -12,12 +12,13 @@
 //! - Jobs that were unacknowledged when the last Active replica was lost get new numbers above everything that the new
 //!   generation has flushed, so that a flushed mark never covers them wrongly.
 
-use newel_protocol::Generation;
-use newel_protocol::wire::Membership;
+use newel_protocol::wire::{Membership, Op, StoredBlock};
+use newel_protocol::{BlockKind, BlockRange, BlockState, Generation};
 
 use super::api::{LogLevel, ReplicaId, ReplicaSet, Time};
-use super::jobs::{Job, Owner, ReadState};
+use super::jobs::{Job, Owner, Purpose, ReadState};
 use super::replica::{Link, Role};
+use super::requests::Kept;
 use super::resync::{Resync, Rule};
 use super::{Core, Phase, QUORUM};
 
@@ -95,7 +96,8 @@ impl Core {
     fn check_gathered(&mut self) {
         let greeted = self.set_of(|replica| matches!(replica.link, Link::Greeted));
         let membership = self.newest_membership(greeted);
-        let members = self.set_of(|r| greeted.contains(r.id) && membership.is_some_and(|m| self.is_member(m, r.id)));
+        let members =
+            self.set_of(|r| greeted.contains(r.id) && membership.is_some_and(|m| self.is_member(m, r.id)));
         let Some(membership) = membership.filter(|_| members.len() >= QUORUM) else {
             // The wait begins when a quorum is there, and begins anew if it goes.
             self.set_stage(Stage::Gathering);
@@ -161,7 +163,8 @@ impl Core {
                 self.raise_generation(promised);
             }
         }
-        self.generation = Generation(self.generation.0.saturating_add(1));
+        let highest = self.generation.max(self.highest_promised);
+        self.generation = Generation(highest.0.saturating_add(1));
         self.set_stage(Stage::Promoting { asked: members });
         for id in members.iter() {
             self.promote(id);
@@ -215,9 +218,33 @@ impl Core {
 
     /// Reconciled: those to flush.
     pub(super) fn activation_flushing(&mut self, epoch: u64) -> ReplicaSet {
+        self.store_kept(epoch);
         let waiting = self.up_to_date();
         self.set_stage(Stage::Flushing { waiting, epoch });
         waiting
+    }
+
+    /// Stores again what unanswered requests have had acknowledged: a power cut may have taken it since.
+    fn store_kept(&mut self, epoch: u64) {
+        let members = self.up_to_date();
+        for kept in self.requests.kept() {
+            let Kept { version, op, payload } = kept;
+            let (range, states): (BlockRange, Vec<BlockState>) = match op {
+                Op::Write { range, crcs } => {
+                    let state = |crc| BlockState { version, crc, kind: BlockKind::Data };
+                    (range, crcs.into_iter().map(state).collect())
+                }
+                Op::Zero { range, .. } => {
+                    let state = BlockState { version, crc: 0, kind: BlockKind::Zero };
+                    (range, vec![state; range.count as usize])
+                }
+                Op::Read { .. } | Op::Flush | Op::Store { .. } => continue,
+            };
+            let blocks =
+                range.blocks().zip(states).map(|(block, state)| StoredBlock { block, state }).collect();
+            let purpose = Purpose::ResyncStore { subject: None, epoch, extent: range.extent() };
+            self.send_internal_job(Op::Store { blocks, join: version }, payload, purpose, members);
+        }
     }
 
     pub(super) fn activation_flushed(&mut self, id: ReplicaId, flushed: u64) {
@@ -313,6 +340,7 @@ impl Core {
         self.quorum_lost_since.get_or_insert(self.now);
         self.restart_activation(reason);
         self.renumber_open_jobs();
+        self.forget_edges();
     }
 
     /// Gives unsettled guest jobs new numbers, in their order. Nothing of them is owed or done any more.

@@ -4,8 +4,6 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::mistakes::Mistakes;
-
 #[derive(Clone, Debug)]
 pub struct CoreConfig {
     pub volume: Uuid,
@@ -18,7 +16,6 @@ pub struct CoreConfig {
     pub limits: Limits,
     pub timing: Timing,
     pub heal: bool,
-    pub mistakes: Mistakes,
 }
 
 /// Bounds on what is in flight. The guest waits at the volume's, a replica leaves at its own.

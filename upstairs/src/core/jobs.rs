@@ -14,9 +14,12 @@ use newel_protocol::{BlockRange, BlockState, ExtentId, JobId};
 
 use super::api::{ReplicaId, ReplicaSet, Time};
 
-/// A guest request in the request table.
+/// A guest request in the request table. Jobs may outlive their request, so a place that is used again has another stamp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct ReqKey(pub(super) usize);
+pub(super) struct ReqKey {
+    pub(super) index: usize,
+    pub(super) stamp: u64,
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Owner {

@@ -9,11 +9,12 @@
 use std::time::Duration;
 
 use newel_protocol::wire::{Hello, Membership, Refusal, Request, VERSION, Welcome};
-use newel_protocol::{Generation, JobId};
+use newel_protocol::{Generation, JobId, Version};
 
 use super::api::{Action, LinkId, LogLevel, ReplicaId, ReplicaSet, StopReason, Time};
 use super::jobs::Owner;
 use super::replica::{Link, Role};
+use super::requests::Kept;
 use super::{Core, QUORUM};
 
 /// How long a replica that said it can't serve is left alone: until somebody did something about it.
@@ -58,7 +59,8 @@ impl Core {
         }
         // Whoever was active since may have acknowledged newer writes than ours: ours must never be sent again.
         if self.was_served && !self.own_generations.contains(&welcome.last_active) {
-            let by = format!("an upstairs that activated generation {}, says replica {id}", welcome.last_active);
+            let by =
+                format!("an upstairs that activated generation {}, says replica {id}", welcome.last_active);
             if welcome.last_active > self.generation_served() {
                 self.stop(StopReason::Fenced { by });
                 return;
@@ -268,10 +270,7 @@ impl Core {
                     );
                 }
             }
-            Link::Down { .. }
-            | Link::Connecting { .. }
-            | Link::Greeting { .. }
-            | Link::Promoting { .. } => {}
+            Link::Down { .. } | Link::Connecting { .. } | Link::Greeting { .. } | Link::Promoting { .. } => {}
         }
     }
 
@@ -327,7 +326,7 @@ impl Core {
     }
 
     pub(super) fn raise_generation(&mut self, promised: Generation) {
-        self.generation = self.generation.max(promised);
+        self.highest_promised = self.highest_promised.max(promised);
     }
 
     /// Puts a greeted replica on its way to Active, if there is something to join.
@@ -374,8 +373,15 @@ impl Core {
 
     /// Removes a job that is settled and owed by nobody.
     pub(super) fn retire(&mut self, id: JobId) {
-        if self.jobs.get(id).is_some_and(|job| job.settled && job.owed.is_empty()) {
-            self.jobs.remove(id);
+        if self.jobs.get(id).is_none_or(|job| !job.settled || !job.owed.is_empty()) {
+            return;
+        }
+        let Some(job) = self.jobs.remove(id) else { return };
+        if let Owner::Guest { req, .. } = job.owner
+            && job.is_write()
+        {
+            let version = Version::new(self.generation, id.0);
+            self.requests.keep(req, Kept { version, op: job.op, payload: job.payload });
         }
     }
 }

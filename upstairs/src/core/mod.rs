@@ -22,7 +22,6 @@ mod catchup;
 mod heal;
 mod jobs;
 mod links;
-pub mod mistakes;
 mod replica;
 mod replies;
 mod requests;
@@ -60,6 +59,8 @@ pub struct Core {
     held_reads: Vec<JobId>,
     phase: Phase,
     generation: Generation,
+    /// The highest generation that any replica is known to have promised to anybody.
+    highest_promised: Generation,
     /// Generations that a quorum has promised to this process: nobody else was active under one of these.
     own_generations: BTreeSet<Generation>,
     membership: Membership,
@@ -99,6 +100,7 @@ impl Core {
             held_reads: Vec::new(),
             phase: Phase::Activating(Activation::gathering()),
             generation: Generation(0),
+            highest_promised: Generation(0),
             own_generations: BTreeSet::new(),
             membership: Membership::default(),
             blocks: 0,
@@ -189,7 +191,9 @@ impl Core {
         let Some(stopping) = &self.stopping else { return };
         let flush = stopping.flush;
         let late = self.now >= stopping.until;
-        let flushed = flush.is_some_and(|id| !self.jobs.is_unacknowledged(id));
+        // Not only a quorum: whoever is left behind now has to catch up after the next start.
+        let idle = self.replicas.iter().all(|replica| replica.queue_jobs == 0);
+        let flushed = flush.is_some_and(|id| !self.jobs.is_unacknowledged(id)) && idle;
         let serving = matches!(self.phase, Phase::Serving) && self.active().len() >= QUORUM;
         if late || flushed || !serving {
             if !late && self.requests.open() > 0 && serving {

@@ -116,8 +116,7 @@ impl Core {
             .into_iter()
             .filter(|&id| job.counted.contains(id) || (job.done.contains(id) && active.contains(id)))
             .count();
-        let needed = if self.config.mistakes.ack_at_one() { 1 } else { QUORUM };
-        if counts >= needed && self.is_serving() {
+        if counts >= QUORUM && self.is_serving() {
             self.settle(job_id, Ok(None));
         }
     }
@@ -215,10 +214,7 @@ impl Core {
 
     /// A complete, checked answer: give it out, or hold it for the versions it shows.
     fn answer(&mut self, job_id: JobId, blocks: AnswerBlocks) {
-        let mut waits_for = self.unacknowledged_in(&blocks.states);
-        if self.config.mistakes.reads_not_held() {
-            waits_for.clear();
-        }
+        let waits_for = self.unacknowledged_in(&blocks.states);
         if waits_for.is_empty() {
             self.settle(job_id, Ok(Some(blocks)));
             return;

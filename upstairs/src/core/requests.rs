@@ -4,6 +4,9 @@
 //! - A request is answered exactly once.
 //! - Between the read and the write of an unaligned edge no other change of that block is sent: the blocks are locked, and
 //!   changes that overlap a lock wait their turn. Reads never wait for a lock.
+//! - A request that needs several jobs is answered as a whole. Until then the jobs that are settled already are kept: should
+//!   every replica lose power meanwhile, they are lost like any unflushed write, but the answer is still to come and must
+//!   be true. So the next activation stores them again, under their old versions, wherever nothing newer lies.
 //! - What is sent is bounded by the volume's limits; what waits is bounded by the shell, which asks `has_room`.
 //!
 //! Changes by one request that FUA covers are followed at once by a flush; the request is answered when both are
@@ -13,7 +16,7 @@ use std::collections::VecDeque;
 
 use bytes::{Bytes, BytesMut};
 use newel_protocol::wire::{Op, ReadMode, ZeroMode};
-use newel_protocol::{BLOCK_BYTES, BlockKind, BlockRange, JobId, crc};
+use newel_protocol::{BLOCK_BYTES, BlockKind, BlockRange, Version, crc};
 
 use super::Core;
 use super::api::{Action, GuestError, GuestId, GuestOp, GuestReply, Segment, StatusExtent, Time};
@@ -26,13 +29,21 @@ const PIECES_WINDOW: u32 = 64;
 #[derive(Debug, Default)]
 pub(super) struct Requests {
     slab: Vec<Option<GuestRequest>>,
+    stamps: u64,
     free: Vec<usize>,
     open: usize,
     /// Not admitted yet: the volume is at its bound, or not served yet.
-    queue: VecDeque<(GuestId, GuestOp)>,
+    queue: VecDeque<Waiting>,
     /// Admitted, but behind a lock.
     blocked: VecDeque<ReqKey>,
     locks: Vec<Lock>,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    guest: GuestId,
+    op: GuestOp,
+    since: Time,
 }
 
 #[derive(Debug)]
@@ -55,6 +66,16 @@ struct GuestRequest {
     /// All jobs that the request needs have been sent.
     all_sent: bool,
     failed: Option<GuestError>,
+    stamp: u64,
+    kept: Vec<Kept>,
+}
+
+/// A settled change of a request that isn't answered yet.
+#[derive(Clone, Debug)]
+pub(super) struct Kept {
+    pub(super) version: Version,
+    pub(super) op: Op,
+    pub(super) payload: Bytes,
 }
 
 #[derive(Debug)]
@@ -110,29 +131,49 @@ impl Requests {
         self.open + self.queue.len()
     }
 
-    fn insert(&mut self, request: GuestRequest) -> ReqKey {
+    fn insert(&mut self, mut request: GuestRequest) -> ReqKey {
         self.open += 1;
-        match self.free.pop() {
+        self.stamps += 1;
+        request.stamp = self.stamps;
+        let stamp = self.stamps;
+        let index = match self.free.pop() {
             Some(index) => {
                 self.slab[index] = Some(request);
-                ReqKey(index)
+                index
             }
             None => {
                 self.slab.push(Some(request));
-                ReqKey(self.slab.len() - 1)
+                self.slab.len() - 1
             }
-        }
+        };
+        ReqKey { index, stamp }
     }
 
     fn get_mut(&mut self, key: ReqKey) -> Option<&mut GuestRequest> {
-        self.slab.get_mut(key.0)?.as_mut()
+        self.slab.get_mut(key.index)?.as_mut().filter(|request| request.stamp == key.stamp)
     }
 
     fn remove(&mut self, key: ReqKey) -> Option<GuestRequest> {
-        let request = self.slab.get_mut(key.0)?.take()?;
+        self.get_mut(key)?;
+        let request = self.slab.get_mut(key.index)?.take()?;
         self.open -= 1;
-        self.free.push(key.0);
+        self.free.push(key.index);
         Some(request)
+    }
+
+    /// Keeps a settled change if its request is still to be answered.
+    pub(super) fn keep(&mut self, key: ReqKey, kept: Kept) {
+        if let Some(request) = self.get_mut(key) {
+            request.kept.push(kept);
+        }
+    }
+
+    /// What unanswered requests have kept, in the order of its versions.
+    pub(super) fn kept(&self) -> Vec<Kept> {
+        let mut kept: Vec<Kept> =
+            self.slab.iter().flatten().flat_map(|request| request.kept.iter().cloned()).collect();
+        kept.sort_by_key(|kept| kept.version);
+        kept
     }
 
     fn is_locked(&self, start: u64, end: u64) -> bool {
@@ -140,7 +181,8 @@ impl Requests {
     }
 
     fn keys(&self) -> Vec<ReqKey> {
-        (0..self.slab.len()).filter(|&i| self.slab[i].is_some()).map(ReqKey).collect()
+        let open = self.slab.iter().enumerate();
+        open.filter_map(|(index, request)| Some(ReqKey { index, stamp: request.as_ref()?.stamp })).collect()
     }
 }
 
@@ -151,7 +193,7 @@ impl Core {
         } else if self.requests.queue.is_empty() && self.may_admit(&op) {
             self.start(guest, op);
         } else {
-            self.requests.queue.push_back((guest, op));
+            self.requests.queue.push_back(Waiting { guest, op, since: self.now });
         }
     }
 
@@ -169,18 +211,18 @@ impl Core {
 
     /// Admits what fits. Called whenever something was settled or the volume came into service.
     pub(super) fn admit_waiting(&mut self) {
-        while let Some((_, op)) = self.requests.queue.front() {
-            if !self.may_admit(op) {
+        while let Some(next) = self.requests.queue.front() {
+            if !self.may_admit(&next.op) {
                 break;
             }
-            if let Some((guest, op)) = self.requests.queue.pop_front() {
+            if let Some(Waiting { guest, op, .. }) = self.requests.queue.pop_front() {
                 self.start(guest, op);
             }
         }
     }
 
     pub(super) fn refuse_waiting(&mut self) {
-        while let Some((guest, _)) = self.requests.queue.pop_front() {
+        while let Some(Waiting { guest, .. }) = self.requests.queue.pop_front() {
             self.reply_guest(guest, GuestReply::Failed(GuestError::ShuttingDown));
         }
     }
@@ -224,6 +266,8 @@ impl Core {
             open: 0,
             all_sent: false,
             failed: None,
+            stamp: 0,
+            kept: Vec::new(),
         };
         self.requests.insert(request)
     }
@@ -352,6 +396,25 @@ impl Core {
         }
     }
 
+    /// A new generation begins: edges that were read in the old one may have been lost since, so they are read again.
+    pub(super) fn forget_edges(&mut self) {
+        for key in self.requests.keys() {
+            let Some(request) = self.requests.get_mut(key) else { continue };
+            let Kind::Change(change) = &mut request.kind else { continue };
+            if change.stage != Stage::ReadingEdges {
+                continue;
+            }
+            for index in [HEAD, TAIL] {
+                let Some(request) = self.requests.get_mut(key) else { continue };
+                let Kind::Change(change) = &mut request.kind else { continue };
+                let Edge::Read(block, _) = change.edges[index] else { continue };
+                change.edges[index] = Edge::Wanted(block);
+                let op = Op::Read { range: BlockRange::single(block), mode: ReadMode::Data };
+                self.send_piece(key, op, Bytes::new(), u32::try_from(index).unwrap_or(0));
+            }
+        }
+    }
+
     fn unlock(&mut self, key: ReqKey) {
         let before = self.requests.locks.len();
         self.requests.locks.retain(|lock| lock.by != key);
@@ -455,26 +518,53 @@ impl Core {
         }
         self.requests.locks.clear();
         self.requests.blocked.clear();
-        while let Some((guest, _)) = self.requests.queue.pop_front() {
+        while let Some(Waiting { guest, .. }) = self.requests.queue.pop_front() {
             self.reply_guest(guest, GuestReply::Failed(error));
         }
     }
 
-    /// When the oldest request has waited for a lost quorum as long as it may.
+    /// When some request has waited for a lost quorum as long as it may.
     pub(super) fn quorum_deadline(&self) -> Option<Time> {
         let timeout = self.config.timing.quorum_timeout?;
-        (self.requests.open() > 0).then_some(())?;
-        Some(self.quorum_lost_since?.after(timeout))
+        let lost = self.quorum_lost_since?;
+        let admitted = self.requests.slab.iter().flatten().map(|request| request.admitted);
+        let waiting = self.requests.queue.iter().map(|waiting| waiting.since);
+        admitted.chain(waiting).min().map(|since| since.max(lost).after(timeout))
     }
 
+    /// Fails what has waited too long; younger requests, and reads that can be answered, go on.
     pub(super) fn check_quorum_timeout(&mut self) {
-        if self.quorum_deadline().is_some_and(|deadline| self.now >= deadline) {
-            self.fail_all_requests(GuestError::QuorumLost);
-            let ids: Vec<JobId> = self.jobs.ids(|job| job.is_read() && !job.is_internal() && !job.settled);
-            for id in ids {
-                self.settle(id, Err(GuestError::QuorumLost));
+        if self.quorum_deadline().is_none_or(|deadline| self.now < deadline) {
+            return;
+        }
+        let (Some(timeout), Some(lost)) = (self.config.timing.quorum_timeout, self.quorum_lost_since) else { return };
+        let now = self.now;
+        let late = |since: Time| since.max(lost).after(timeout) <= now;
+        for key in self.requests.keys() {
+            if self.requests.get_mut(key).is_some_and(|request| late(request.admitted)) {
+                self.fail_request(key, GuestError::QuorumLost);
             }
         }
+        while self.requests.queue.front().is_some_and(|waiting| late(waiting.since)) {
+            if let Some(Waiting { guest, .. }) = self.requests.queue.pop_front() {
+                self.reply_guest(guest, GuestReply::Failed(GuestError::QuorumLost));
+            }
+        }
+    }
+
+    /// Answers one request with an error. Its changes run on for nobody: they may still take effect.
+    fn fail_request(&mut self, key: ReqKey, error: GuestError) {
+        let Some(request) = self.requests.remove(key) else { return };
+        self.reply_guest(request.guest, GuestReply::Failed(error));
+        for id in self.jobs.ids(|job| matches!(job.owner, Owner::Guest { req, .. } if req == key)) {
+            if let Some(job) = self.jobs.get_mut(id) {
+                job.owner = Owner::Nobody;
+                if job.is_read() {
+                    self.settle(id, Err(error));
+                }
+            }
+        }
+        self.unlock(key);
     }
 
     pub(super) fn oldest_request(&self) -> Option<Time> {

@@ -18,7 +18,6 @@ use super::api::{
     Action, Event, GuestError, GuestId, GuestOp, GuestReply, LinkId, ReplicaId, Segment, StopReason, Time,
 };
 use super::config::{CoreConfig, Limits, Timing};
-use super::mistakes::Mistakes;
 
 const BLOCKS: u64 = 2500;
 const MS: u64 = 1_000_000;
@@ -202,7 +201,6 @@ impl World {
             },
             timing: Timing::default(),
             heal: true,
-            mistakes: Mistakes::default(),
         })
     }
 

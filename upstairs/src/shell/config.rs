@@ -12,7 +12,6 @@ use uuid::Uuid;
 use super::nbd::ListenAddr;
 use crate::core::api::ReplicaId;
 use crate::core::config::{CoreConfig, Limits, Timing};
-use crate::core::mistakes::Mistakes;
 
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct RunArgs {
@@ -142,7 +141,6 @@ impl Config {
                 limits: file.limits.check()?,
                 timing: file.timing.check()?,
                 heal: true,
-                mistakes: Mistakes::default(),
             },
             name,
         })
