@@ -16,7 +16,7 @@ use newel_protocol::crc::ZERO_BLOCK_CRC;
 use newel_protocol::wire::{StoredBlock, ZeroMode};
 use newel_protocol::{BLOCK_BYTES, BlockKind, BlockRange, EXTENT_BLOCKS, Version};
 
-use super::context::{Context, ContextKind, MAX_SEQUENCE, PAIR_BYTES, Pair, block_digest};
+use super::context::{Context, ContextKind, MAX_SEQUENCE, PAIR_BYTES, Pair};
 use super::region::RegionCore;
 use super::storage::Storage;
 use crate::core::api::DiskError;
@@ -223,10 +223,7 @@ impl<S: Storage> RegionCore<S> {
             })?;
             self.pairs.wrote(first, &bytes);
             for (block, old, new) in run {
-                self.add_to_digest(
-                    *block,
-                    block_digest(*block, &old.latest) ^ block_digest(*block, &new.latest),
-                );
+                self.update_digest(*block, &old.latest, &new.latest);
             }
         }
         Ok(())

@@ -11,6 +11,8 @@
 //! Left to others: when a context changes ([`super::change`]), and which one is believed after a crash
 //! ([`super::verify`]).
 
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
 use newel_protocol::crc::ZERO_BLOCK_CRC;
 use newel_protocol::{BlockKind, BlockState, Generation, Version};
 
@@ -202,13 +204,49 @@ pub(crate) fn decode_pairs(first: u64, bytes: &[u8]) -> impl Iterator<Item = (u6
 }
 
 /// The digest of consecutive blocks from `first`, out of their bytes in the table.
-pub(crate) fn digest_of_pairs(first: u64, bytes: &[u8]) -> u64 {
+pub(crate) fn digest_of_pairs(first: u64, bytes: &[u8]) -> ExtentDigest {
     let (pairs, _) = bytes.as_chunks::<PAIR_BYTES>();
-    (first..).zip(pairs).fold(0, |digest, (block, bytes)| {
+    let mut digest = ExtentDigest::default();
+    for (block, bytes) in (first..).zip(pairs) {
         // Most blocks of a young volume were never written; that they are is seen without decoding.
         let (_, latest) = raw_halves(bytes);
-        if latest == 0 { digest } else { digest ^ block_digest(block, &Context::decode(block, latest)) }
-    })
+        if latest != 0 {
+            let context = Context::decode(block, latest);
+            *digest.hash.get_mut() ^= block_digest(block, &context);
+            *digest.unverified.get_mut() += u32::from(!context.is_verified());
+        }
+    }
+    digest
+}
+
+/// The digest of one extent, kept up to date: the XOR over its blocks, and how many of them are unverified.
+#[derive(Debug, Default)]
+pub(crate) struct ExtentDigest {
+    hash: AtomicU64,
+    unverified: AtomicU32,
+}
+
+impl ExtentDigest {
+    pub(crate) fn replace(&self, block: u64, old: &Context, new: &Context) {
+        self.hash.fetch_xor(block_digest(block, old) ^ block_digest(block, new), Ordering::Relaxed);
+        match (old.is_verified(), new.is_verified()) {
+            (true, false) => self.unverified.fetch_add(1, Ordering::Relaxed),
+            (false, true) => self.unverified.fetch_sub(1, Ordering::Relaxed),
+            (true, true) | (false, false) => 0,
+        };
+    }
+
+    pub(crate) fn set(&self, other: &Self) {
+        self.hash.store(other.hash.load(Ordering::Relaxed), Ordering::Relaxed);
+        self.unverified.store(other.unverified.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+
+    /// As it is told to others: the lowest bit says that there are unverified blocks. Replicas that were all damaged alike
+    /// would otherwise look equal, and nobody would mend them.
+    pub(crate) fn value(&self) -> u64 {
+        let unverified = self.unverified.load(Ordering::Relaxed) > 0;
+        self.hash.load(Ordering::Relaxed) & !1 | u64::from(unverified)
+    }
 }
 
 /// What one block adds to the digest of its extent: a hash of block, kind, version and checksum; 0 if it was never
@@ -261,7 +299,7 @@ mod tests {
         let mut bytes = [0xaa; PAIR_BYTES];
         pair.encode(block, &mut bytes);
         assert_eq!(Pair::decode(block, &bytes), pair);
-        assert_eq!(digest_of_pairs(block, &bytes), block_digest(block, &pair.latest));
+        assert_eq!(*digest_of_pairs(block, &bytes).hash.get_mut(), block_digest(block, &pair.latest));
     }
 
     #[test]

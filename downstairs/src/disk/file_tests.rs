@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use newel_protocol::crc::block_crcs;
-use newel_protocol::wire::{ReadMode, ZeroMode};
+use newel_protocol::wire::{Membership, ReadMode, ZeroMode};
 use newel_protocol::{BLOCK_BYTES, BlockKind, BlockRange, ExtentId, Generation, Version};
 use uuid::Uuid;
 
@@ -18,7 +18,7 @@ use super::format::Header;
 use super::layout::HEADER_B_OFFSET;
 use super::region::RegionCore;
 use super::storage::Storage;
-use crate::core::api::{DiskOp, DiskOutcome, LogEntry};
+use crate::core::api::{DiskOp, DiskOutcome, HeaderChange, LogEntry};
 
 struct Place {
     directory: tempfile::TempDir,
@@ -271,7 +271,12 @@ fn a_foreign_boot_means_lost_power() {
     assert!(!opened(1).1, "killed, but on the same boot");
     assert!(opened(2).1);
     let (region, lost) = opened(2);
-    assert!(!lost);
+    assert!(lost, "a restart does not hide it");
+    let activated = HeaderChange::Activated { generation: Generation(1), membership: Membership::default() };
+    region.execute(&DiskOp::Header(activated)).unwrap();
+    drop(region);
+    let (region, lost) = opened(2);
+    assert!(!lost, "an activation has come to terms with it");
     region.execute(&DiskOp::Close).unwrap();
     drop(region);
     assert!(!opened(3).1);

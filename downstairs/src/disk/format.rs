@@ -42,8 +42,9 @@ const MEMBERS_AT: usize = FLUSHED_SEQUENCE_AT + 8;
 const BOOT_ID_AT: usize = MEMBERS_AT + 3 * 16;
 const COPY_EPOCH_AT: usize = BOOT_ID_AT + 16;
 const COPYING_AT: usize = COPY_EPOCH_AT + 4;
-const HEADER_END: usize = COPYING_AT + 4;
-const _: () = assert!(HEADER_END == 208 && HEADER_END <= PAGE_BYTES);
+const LOST_POWER_AT: usize = COPYING_AT + 4;
+const HEADER_END: usize = LOST_POWER_AT + 4;
+const _: () = assert!(HEADER_END == 212 && HEADER_END <= PAGE_BYTES);
 
 /// Entries of one group cost one durable write.
 pub const LOG_SLOTS_PER_RECORD: u32 = 512;
@@ -99,6 +100,9 @@ pub struct Header {
     pub copy_epoch: u32,
     /// Blocks copied in this epoch may not be durable yet.
     pub copying: bool,
+    /// The host went down while this region was in use, and no activation has come to terms with that yet. It outlives
+    /// restarts, which would otherwise hide it.
+    pub lost_power: bool,
 }
 
 impl Header {
@@ -127,6 +131,7 @@ impl Header {
         put(&mut page, BOOT_ID_AT, self.boot_id.as_bytes());
         put(&mut page, COPY_EPOCH_AT, &self.copy_epoch.to_le_bytes());
         put(&mut page, COPYING_AT, &u32::from(self.copying).to_le_bytes());
+        put(&mut page, LOST_POWER_AT, &u32::from(self.lost_power).to_le_bytes());
         seal(&mut page);
         page
     }
@@ -174,6 +179,7 @@ impl Header {
             clean: get_u32(page, CLEAN_AT) == 1,
             copy_epoch: get_u32(page, COPY_EPOCH_AT),
             copying: get_u32(page, COPYING_AT) == 1,
+            lost_power: get_u32(page, LOST_POWER_AT) == 1,
         })
     }
 }
@@ -282,6 +288,7 @@ mod tests {
             clean: true,
             copy_epoch: 0x0102,
             copying: true,
+            lost_power: true,
         }
     }
 
@@ -301,7 +308,8 @@ mod tests {
         assert_eq!(page[120..136], [6, 0, 0, 0, 9, 0, 0, 0, 0xd2, 4, 0, 0, 0, 0, 0, 0]);
         assert_eq!(page[199], 4);
         assert_eq!(page[200..208], [2, 1, 0, 0, 1, 0, 0, 0]);
-        assert!(page[208..].iter().all(|&byte| byte == 0));
+        assert_eq!(page[208..212], [1, 0, 0, 0]);
+        assert!(page[212..].iter().all(|&byte| byte == 0));
     }
 
     #[test]

@@ -131,7 +131,7 @@ impl Layout {
     }
 }
 
-pub fn header_offset(copy: usize) -> u64 {
+pub(crate) fn header_offset(copy: usize) -> u64 {
     if copy & 1 == 0 { HEADER_A_OFFSET } else { HEADER_B_OFFSET }
 }
 

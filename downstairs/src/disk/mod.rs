@@ -57,7 +57,7 @@ pub use change::{Change, Piece};
 pub use context::{Context, ContextKind, Pair, fold_digests};
 pub use error::RegionError;
 pub use format::{FORMAT_VERSION, Header, LOG_SLOTS_PER_RECORD, LogRecord, Page, PageFault};
-pub use layout::{DEFAULT_LOG_SLOTS, Layout, LayoutError, MAX_LOG_SLOTS, header_offset};
+pub use layout::{DEFAULT_LOG_SLOTS, Layout, LayoutError, MAX_LOG_SLOTS};
 pub use open::{OpenReport, Runner, format_on, in_turn};
 pub use read::ReadPlan;
 pub use region::RegionCore;

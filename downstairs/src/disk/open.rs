@@ -11,7 +11,6 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 use newel_protocol::wire::Membership;
@@ -19,7 +18,7 @@ use newel_protocol::{EXTENT_BLOCKS, ExtentId, Generation, Version};
 use uuid::Uuid;
 
 use super::cache::PairCache;
-use super::context::{PAIR_BYTES, digest_of_pairs};
+use super::context::{ExtentDigest, PAIR_BYTES, digest_of_pairs};
 use super::error::RegionError;
 use super::format::{FORMAT_VERSION, Header, LOG_SLOTS_PER_RECORD, LogRecord, Page, PageFault};
 use super::layout::{Layout, PAGE_BYTES, header_offset};
@@ -84,6 +83,7 @@ pub fn format_on<S: Storage>(storage: &S, layout: Layout, region: Uuid, volume: 
         clean: true,
         copy_epoch: 0,
         copying: false,
+        lost_power: false,
     };
     for copy in [0, 1] {
         storage.write_durable(header_offset(copy), &header.encode())?;
@@ -108,9 +108,10 @@ impl<S: Storage> RegionCore<S> {
         let in_use = |header: &mut Header| {
             header.boot_id = boot_id;
             header.clean = false;
+            header.lost_power |= lost_power;
         };
         region.change_header(Copies::Both, in_use).map_err(|error| region.as_region_error(&error))?;
-        let facts = region.facts(lost_power);
+        let facts = region.facts();
         Ok((region, facts, report))
     }
 
@@ -128,7 +129,7 @@ impl<S: Storage> RegionCore<S> {
             mark: Mutex::new(header.value.flushed),
             header: Mutex::new(header),
             log: Mutex::new(log),
-            digests: (0..layout.extents()).map(|_| AtomicU64::new(0)).collect(),
+            digests: (0..layout.extents()).map(|_| ExtentDigest::default()).collect(),
             copying,
             pairs: PairCache::new(&layout),
             punches: Punches::default(),
@@ -207,14 +208,14 @@ impl<S: Storage> RegionCore<S> {
             let per_extent = EXTENT_BLOCKS as usize * PAIR_BYTES;
             for (extent, pairs) in (chunk * DIGEST_CHUNK_EXTENTS..).zip(pairs.chunks(per_extent)) {
                 if let Some(digest) = self.digests.get(extent as usize) {
-                    digest.store(digest_of_pairs(ExtentId(extent).first_block(), pairs), Ordering::Relaxed);
+                    digest.set(&digest_of_pairs(ExtentId(extent).first_block(), pairs));
                 }
             }
             Ok(())
         })
     }
 
-    fn facts(&self, lost_power: bool) -> RegionFacts {
+    fn facts(&self) -> RegionFacts {
         let header = self.header();
         let log = lock(&self.log);
         let slots = log.iter().flat_map(|twin| twin.value.slots.iter());
@@ -227,7 +228,7 @@ impl<S: Storage> RegionCore<S> {
             promised_to: header.promised_to,
             last_active: header.last_active,
             membership: header.membership,
-            lost_power,
+            lost_power: header.lost_power,
             log_slots: self.layout.log_slots,
             log_slots_per_record: LOG_SLOTS_PER_RECORD,
             log_entries: entries.map(|(slot, &extent)| LogEntry { slot, extent }).collect(),

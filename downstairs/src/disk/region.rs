@@ -17,7 +17,7 @@ use std::sync::{Mutex, OnceLock};
 use newel_protocol::{BLOCK_BYTES, BlockRange, BlockState, ExtentId, Version};
 
 use super::cache::PairCache;
-use super::context::{Context, EPOCH_MASK, Pair};
+use super::context::{Context, EPOCH_MASK, ExtentDigest, Pair};
 use super::error::disk_error;
 use super::format::{Header, LOG_SLOTS_PER_RECORD, LogRecord, Page};
 use super::layout::{Layout, header_offset};
@@ -45,7 +45,7 @@ pub struct RegionCore<S> {
     /// The header's mark, apart from it so that a write never waits for a header being written.
     pub(crate) mark: Mutex<Version>,
     pub(crate) pairs: PairCache,
-    pub(crate) digests: Vec<AtomicU64>,
+    pub(crate) digests: Vec<ExtentDigest>,
     pub(crate) copying: Copying,
     pub(crate) punches: Punches,
     pub(crate) failed: OnceLock<DiskError>,
@@ -104,7 +104,7 @@ impl<S: Storage> RegionCore<S> {
     pub fn digests(&self, first: ExtentId, count: u32) -> Vec<u64> {
         let from = first.0 as usize;
         let digests = self.digests.get(from..).unwrap_or_default();
-        digests.iter().take(count as usize).map(|digest| digest.load(Ordering::Relaxed)).collect()
+        digests.iter().take(count as usize).map(ExtentDigest::value).collect()
     }
 
     /// The error that put this region out of service, if one did.
@@ -219,6 +219,7 @@ impl<S: Storage> RegionCore<S> {
             HeaderChange::Activated { generation, membership } => {
                 header.last_active = *generation;
                 header.membership = *membership;
+                header.lost_power = false;
             }
             HeaderChange::Claim { volume } => header.volume = *volume,
         })
@@ -320,10 +321,10 @@ impl<S: Storage> RegionCore<S> {
         self.layout.block_offset(block)
     }
 
-    pub(crate) fn add_to_digest(&self, block: u64, change: u64) {
+    pub(crate) fn update_digest(&self, block: u64, old: &Context, new: &Context) {
         let extent = BlockRange::single(block).extent();
         if let Some(digest) = self.digests.get(extent.0 as usize) {
-            digest.fetch_xor(change, Ordering::Relaxed);
+            digest.replace(block, old, new);
         }
     }
 }

@@ -11,9 +11,8 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use newel_downstairs::core::api::LogEntry;
-use newel_downstairs::disk::{FORMAT_VERSION, Header, Layout, LogRecord, Storage, header_offset};
-use newel_protocol::wire::Membership;
-use newel_protocol::{BLOCK_BYTES, Generation, Version};
+use newel_downstairs::disk::{FORMAT_VERSION, Layout, Storage, format_on};
+use newel_protocol::BLOCK_BYTES;
 use rand::RngExt as _;
 use rand_chacha::ChaCha8Rng;
 use uuid::Uuid;
@@ -67,38 +66,14 @@ impl Disk {
     pub fn format(blocks: u64, region: Uuid) -> Self {
         let layout = layout(blocks);
         let disk = Self(Arc::new(Mutex::new(State { size: layout.total_bytes(), ..State::default() })));
-        let header = Header {
-            counter: 1,
-            region,
-            volume: Uuid::nil(),
-            layout,
-            promised: Generation(0),
-            promised_to: Uuid::nil(),
-            last_active: Generation(0),
-            membership: Membership::default(),
-            flushed: Version::NEVER,
-            boot_id: Uuid::nil(),
-            clean: true,
-            copy_epoch: 0,
-            copying: false,
-        };
-        for copy in [0, 1] {
-            disk.must_write(header_offset(copy), &header.encode());
-            for record in 0..layout.log_records() {
-                disk.must_write(layout.log_record_offset(record, copy), &LogRecord::empty(record).encode());
-            }
+        if let Err(error) = format_on(&disk, layout, region, Uuid::nil()) {
+            unreachable!("a new disk takes everything: {error}");
         }
         disk
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn must_write(&self, offset: u64, page: &[u8; BLOCK_BYTES]) {
-        let mut state = self.state();
-        let page_state = state.pages.entry(offset / BLOCK_BYTES as u64).or_default();
-        page_state.durable = Some(Box::new(*page));
     }
 
     /// A process takes the disk over from the one before.

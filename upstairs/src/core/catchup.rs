@@ -16,12 +16,13 @@ use newel_protocol::{Generation, Version};
 use super::api::{LogLevel, ReplicaId, ReplicaSet};
 use super::jobs::Purpose;
 use super::replica::{CatchUp, CatchUpStage, Link, Role};
-use super::resync::{Resync, Rule, Step};
+use super::resync::{Progress, Resync, Rule, Step};
 use super::{Core, Phase};
 
 impl Core {
     pub(super) fn start_catch_up(&mut self, id: ReplicaId) {
-        let catch_up = CatchUp { stage: CatchUpStage::NoSource, started: self.now };
+        let catch_up =
+            CatchUp { stage: CatchUpStage::NoSource, started: self.now, copied: Progress::default() };
         self.replica_mut(id).link = Link::Up(Role::CatchingUp(Box::new(catch_up)));
         let changes = self.jobs.ids(|job| job.is_guest_change());
         let join = changes.first().copied().unwrap_or(self.jobs.next_id());
@@ -145,6 +146,9 @@ impl Core {
         let targets = match subject {
             Some(joiner) => {
                 if let Some(catch_up) = self.replica_mut(joiner).catch_up() {
+                    if let CatchUpStage::Copying(resync) = &catch_up.stage {
+                        catch_up.copied = resync.progress;
+                    }
                     catch_up.stage = CatchUpStage::Flushing;
                 }
                 ReplicaSet::only(joiner)
@@ -180,14 +184,21 @@ impl Core {
         }
         let now = self.now;
         let joined = match self.replica_mut(id).catch_up() {
-            Some(CatchUp { stage: CatchUpStage::Storing, started }) => Some(now.since(*started)),
+            Some(CatchUp { stage: CatchUpStage::Storing, started, copied }) => {
+                Some((now.since(*started), *copied))
+            }
             Some(_) | None => None,
         };
         match joined {
-            Some(took) => {
+            Some((took, copied)) => {
+                self.replica_mut(id).last_catch_up = Some(copied);
                 self.log(
                     LogLevel::Info,
-                    format!("replica {id} is active again after {} ms", took.as_millis()),
+                    format!(
+                        "replica {id} is active again after {} ms; {} blocks were copied",
+                        took.as_millis(),
+                        copied.blocks_copied
+                    ),
                 );
                 self.activate_replica(id);
             }

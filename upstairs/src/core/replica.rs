@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 use super::api::{LinkId, ReplicaId, Time};
 use super::config::Timing;
-use super::resync::Resync;
+use super::resync::{Progress, Resync};
 
 #[derive(Debug)]
 pub(super) enum Link {
@@ -51,6 +51,8 @@ pub(super) enum Role {
 pub(super) struct CatchUp {
     pub(super) stage: CatchUpStage,
     pub(super) started: Time,
+    /// What was copied, once that is over.
+    pub(super) copied: Progress,
 }
 
 #[derive(Debug)]
@@ -86,6 +88,8 @@ pub(super) struct Replica {
     pub(super) sessions: u64,
     pub(super) reconnects: u64,
     pub(super) healed_blocks: u64,
+    /// What its last way to Active took, for the status.
+    pub(super) last_catch_up: Option<Progress>,
     pub(super) times: ReplyTimes,
 }
 
@@ -118,6 +122,7 @@ impl Replica {
             sessions: 0,
             reconnects: 0,
             healed_blocks: 0,
+            last_catch_up: None,
             times: ReplyTimes::default(),
         }
     }

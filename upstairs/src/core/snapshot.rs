@@ -6,6 +6,7 @@ use newel_protocol::BLOCK_BYTES;
 
 use super::api::ReplicaId;
 use super::replica::{CatchUpStage, Link, Replica, Role};
+use super::resync::Progress;
 use super::status::{CatchUpStatus, ReplicaStatus, Status};
 use super::{Core, Phase};
 
@@ -50,6 +51,7 @@ impl Core {
             lead_us: replica.times.lead_us(),
             read_delay_us: 0,
             catch_up: self.catch_up_status(replica),
+            last_catch_up: replica.last_catch_up.map(|copied| catch_up_of(copied, None)),
             reconnects: replica.reconnects,
             healed_blocks: replica.healed_blocks,
         }
@@ -64,12 +66,16 @@ impl Core {
         let eta = (progress.extents_done > 0)
             .then(|| elapsed.as_secs().saturating_mul(waiting).checked_div(progress.extents_done))
             .flatten();
-        Some(CatchUpStatus {
-            extents_total: progress.extents_differing,
-            extents_done: progress.extents_done,
-            blocks_copied: progress.blocks_copied,
-            eta_s: eta,
-        })
+        Some(catch_up_of(progress, eta))
+    }
+}
+
+fn catch_up_of(progress: Progress, eta_s: Option<u64>) -> CatchUpStatus {
+    CatchUpStatus {
+        extents_total: progress.extents_differing,
+        extents_done: progress.extents_done,
+        blocks_copied: progress.blocks_copied,
+        eta_s,
     }
 }
 

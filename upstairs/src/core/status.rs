@@ -36,6 +36,8 @@ pub struct ReplicaStatus {
     pub lead_us: Option<u64>,
     pub read_delay_us: u64,
     pub catch_up: Option<CatchUpStatus>,
+    /// What the last one copied, once the replica was active again.
+    pub last_catch_up: Option<CatchUpStatus>,
     pub reconnects: u64,
     pub healed_blocks: u64,
 }
