@@ -6,9 +6,9 @@
 #![expect(clippy::disallowed_methods, reason = "it measures time")]
 
 use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -19,6 +19,7 @@ use newel_downstairs::disk::{create_region, yardstick};
 use newel_protocol::crc::block_crcs;
 use newel_protocol::wire::ReadMode;
 use newel_protocol::{BLOCK_BYTES, BlockRange, Generation, Version};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use uuid::Uuid;
 
 /// As in the daemon.
@@ -53,7 +54,7 @@ fn main() -> anyhow::Result<()> {
 struct Bench {
     region: Arc<Region>,
     pool: Pool,
-    woken: Receiver<()>,
+    woken: OwnedFd,
     time: Duration,
     random: u64,
     sequence: u64,
@@ -61,9 +62,10 @@ struct Bench {
 
 fn measure(path: &Path, time: Duration, only: &str) -> anyhow::Result<()> {
     let (region, _) = Region::open(path, &OpenOptions::default())?;
-    let (wake, woken) = sync_channel(1);
+    let woken = eventfd(0, EventfdFlags::NONBLOCK)?;
+    let raised = woken.try_clone()?;
     let wake = Arc::new(move || {
-        wake.try_send(()).ok();
+        rustix::io::write(&raised, &1_u64.to_ne_bytes()).ok();
     });
     let pool = Pool::start(Arc::clone(&region), PoolOptions::default(), wake)?;
     let mut bench = Bench { region, pool, woken, time, random: 88_172_645_463_325_252, sequence: 0 };
@@ -169,7 +171,12 @@ impl Bench {
                 break;
             }
             self.pool.submit(&mut commands);
-            self.woken.recv()?;
+            let fds = [self.woken.as_fd(), self.pool.completion_fd()];
+            rustix::event::poll(&mut fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)), None)?;
+            for fd in fds {
+                // Both are eventfds that don't block: reading lowers them, if they are raised.
+                rustix::io::read(fd, &mut [0; 8]).ok();
+            }
             self.pool.completed(&mut done);
             for done in done.drain(..) {
                 done.result?;

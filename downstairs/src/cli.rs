@@ -42,12 +42,15 @@ pub(crate) struct RunArgs {
     /// Address to serve on; port 0 takes a free one, which the log tells
     #[arg(long, value_name = "IP:PORT")]
     listen: Option<String>,
-    /// TOML file with the keys region, listen, allow_plaintext and log; flags win
+    /// TOML file with the keys region, listen, allow_plaintext, cpu and log; flags win
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
     /// Serve on an address that is not loopback, although the wire is neither encrypted nor authenticated
     #[arg(long)]
     allow_plaintext: bool,
+    /// Keep all threads on this CPU; spares wake-ups across CPUs where several daemons share a small host
+    #[arg(long, value_name = "NUMBER")]
+    cpu: Option<usize>,
     /// What to log: error, warn, info, debug, trace, or directives such as info,newel_downstairs=debug [default: info]
     #[arg(long, value_name = "LEVEL")]
     log: Option<String>,
@@ -60,6 +63,7 @@ impl RunArgs {
             listen: self.listen.clone(),
             // The flag can only allow; forbidding is what its absence does, unless the file allows.
             allow_plaintext: self.allow_plaintext.then_some(true),
+            cpu: self.cpu,
             log: self.log.clone(),
         }
     }
@@ -92,6 +96,7 @@ mod tests {
             region: Some("r".into()),
             listen: Some("1".to_owned()),
             allow_plaintext: Some(true),
+            cpu: None,
             log: None,
         };
         assert_eq!(args.settings(), expected);

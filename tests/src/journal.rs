@@ -4,13 +4,14 @@
 //! - At most one write of a block is in flight, so that a block must hold one of the numbers from the last acknowledged to
 //!   the last sent.
 //! - What was read once counts as acknowledged: it must not be taken back.
+//! - A write that is refused because the server stops counts as one without an answer.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
-use crate::nbd::{Client, Command};
+use crate::nbd::{Client, Command, ESHUTDOWN};
 use crate::pattern::Random;
 
 pub const BLOCK_BYTES: u32 = 4096;
@@ -39,32 +40,67 @@ impl Journal {
     /// which: true if it broke. Counts acknowledgements in `progress`.
     pub fn write(&mut self, client: &mut Client, progress: &AtomicU64, enough: &AtomicBool) -> bool {
         let mut in_flight: BTreeMap<u64, (usize, u64)> = BTreeMap::new();
+        let mut stopping = false;
         loop {
-            while in_flight.len() < DEPTH && !enough.load(Ordering::Relaxed) {
+            while in_flight.len() < DEPTH && !stopping && !enough.load(Ordering::Relaxed) {
                 let at = usize::try_from(self.random.below(self.blocks.len() as u64)).expect("it fits");
                 if in_flight.values().any(|&(block, _)| block == at) {
                     continue;
                 }
-                let number = self.next_number;
-                self.next_number += 1;
-                // Before it is sent: a write that fails to be sent may have arrived in part or whole.
-                self.blocks[at].sent = number;
-                let data = stamped(at as u64, number);
-                let offset = at as u64 * u64::from(BLOCK_BYTES);
-                match client.send(Command::Write, 0, offset, BLOCK_BYTES, &data) {
-                    Ok(cookie) => in_flight.insert(cookie, (at, number)),
+                match self.send(client, at) {
+                    Ok((cookie, number)) => in_flight.insert(cookie, (at, number)),
                     Err(_) => return true,
                 };
             }
             if in_flight.is_empty() {
-                return false;
+                return stopping;
             }
             let Ok(reply) = client.receive() else { return true };
             let (at, number) = in_flight.remove(&reply.cookie).expect("only what was asked is answered");
+            if reply.errno == ESHUTDOWN {
+                stopping = true;
+                continue;
+            }
             assert_eq!(reply.errno, 0, "write of block {at}");
             self.blocks[at].acknowledged = number;
             progress.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    fn send(&mut self, client: &mut Client, at: usize) -> std::io::Result<(u64, u64)> {
+        let number = self.next_number;
+        self.next_number += 1;
+        // Before it is sent: a write that fails to be sent may have arrived in part or whole.
+        self.blocks[at].sent = number;
+        let data = stamped(at as u64, number);
+        let offset = at as u64 * u64::from(BLOCK_BYTES);
+        let cookie = client.send(Command::Write, 0, offset, BLOCK_BYTES, &data)?;
+        Ok((cookie, number))
+    }
+
+    /// Writes `count` random blocks, one at a time; each must be acknowledged.
+    #[track_caller]
+    pub fn write_some(&mut self, client: &mut Client, count: usize) {
+        for _ in 0..count {
+            let at = usize::try_from(self.random.below(self.blocks.len() as u64)).expect("it fits");
+            self.write_block(client, at);
+        }
+    }
+
+    /// Writes every block once, so that each has data.
+    #[track_caller]
+    pub fn write_all(&mut self, client: &mut Client) {
+        for at in 0..self.blocks.len() {
+            self.write_block(client, at);
+        }
+    }
+
+    #[track_caller]
+    fn write_block(&mut self, client: &mut Client, at: usize) {
+        let (cookie, number) = self.send(client, at).expect("the connection holds");
+        let reply = client.receive().expect("the server answers");
+        assert_eq!((reply.cookie, reply.errno), (cookie, 0), "write of block {at}");
+        self.blocks[at].acknowledged = number;
     }
 
     /// Reads everything back.

@@ -8,14 +8,19 @@
 
 #![expect(clippy::print_stderr, reason = "tests talk to whoever runs them")]
 
+pub mod cluster;
 pub mod command;
+pub mod damage;
 pub mod fio;
 pub mod journal;
 pub mod load;
 pub mod lock;
 pub mod nbd;
+pub mod network;
 pub mod pattern;
+pub mod seed;
 pub mod sim;
 pub mod skip;
+pub mod small_disk;
 pub mod volume;
 pub mod wait;

@@ -28,11 +28,13 @@ pub struct Load {
 }
 
 /// What happened between two moments.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Figures {
     pub answers: usize,
     pub longest_gap: Duration,
     pub slowest: Duration,
+    /// 99 of 100 answers took no longer.
+    pub p99: Duration,
 }
 
 #[derive(Debug)]
@@ -89,18 +91,22 @@ fn run(client: &mut Client, command: Command, depth: usize, blocks: u64, done: &
 impl Record {
     /// Answers after `from` and until `to`; the gap from the last one before is part of it.
     pub fn between(&self, from: Instant, to: Instant) -> Figures {
-        let mut figures = Figures { answers: 0, longest_gap: Duration::ZERO, slowest: Duration::ZERO };
+        let mut figures = Figures::default();
         let mut last = from;
+        let mut times = Vec::new();
         for answer in self.0.iter().filter(|answer| answer.at > from) {
             if answer.at > to {
                 break;
             }
             figures.answers += 1;
+            times.push(answer.took);
             figures.longest_gap = figures.longest_gap.max(answer.at - last);
             figures.slowest = figures.slowest.max(answer.took);
             last = answer.at;
         }
         figures.longest_gap = figures.longest_gap.max(to - last);
+        times.sort_unstable();
+        figures.p99 = times.get(times.len() * 99 / 100).copied().unwrap_or_default();
         figures
     }
 }

@@ -23,6 +23,7 @@ const INFO_EXPORT: u16 = 0;
 pub const EIO: u32 = 5;
 pub const EINVAL: u32 = 22;
 pub const ENOSPC: u32 = 28;
+pub const ESHUTDOWN: u32 = 108;
 
 pub const FLAG_FUA: u16 = 1;
 pub const FLAG_NO_HOLE: u16 = 2;

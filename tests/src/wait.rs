@@ -30,6 +30,11 @@ pub fn try_until<T>(within: Duration, mut condition: impl FnMut() -> Option<T>) 
     }
 }
 
+/// Lets time pass: the length of a fault or of a measurement, never a hope that something is done by then.
+pub fn pass(time: Duration) {
+    try_until(time, || None::<()>);
+}
+
 /// A clock for figures.
 #[derive(Clone, Copy, Debug)]
 pub struct Watch(Instant);

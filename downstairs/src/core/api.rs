@@ -89,7 +89,7 @@ pub enum DiskOp {
         range: BlockRange,
         mode: ReadMode,
     },
-    /// Data, then contexts. A block that is verified and newer than `version` keeps what it has.
+    /// Data, then contexts. A block that is newer than `version`, verified or by its bound, keeps what it has.
     Write {
         range: BlockRange,
         version: Version,

@@ -3,12 +3,14 @@
 //! Invariants:
 //! - `Promoted` is sent only once no job of an older session is at the disk and the promise is durable.
 //! - A generation is never promised to two.
+//! - The membership is still the one that the connection was greeted with. So an upstairs that has promoted a quorum knows
+//!   the newest one: what an older session stored since would have been lost on it.
 //! - The digest in `Promoted` describes the region as no older session can change it any more.
 //!
 //! The steps aren't remembered but found anew from what is the case, so that a promotion which replaces another one in
 //! the middle goes on from wherever that one was.
 
-use newel_protocol::wire::{Hello, Refusal, Reply, Request};
+use newel_protocol::wire::{Hello, Membership, Refusal, Reply, Request};
 use newel_protocol::{ExtentId, Generation};
 use uuid::Uuid;
 
@@ -25,6 +27,8 @@ pub(super) struct Promotion {
     /// `Hello::session`.
     pub(super) number: u64,
     volume: Uuid,
+    /// The membership that it was greeted with.
+    told: Membership,
     pub(super) generation: Generation,
     started: Time,
     /// Over the digests of the extents below `digested`.
@@ -34,12 +38,19 @@ pub(super) struct Promotion {
 }
 
 impl Promotion {
-    pub(super) fn new(conn: ConnId, hello: &Hello, generation: Generation, started: Time) -> Self {
+    pub(super) fn new(
+        conn: ConnId,
+        hello: &Hello,
+        told: Membership,
+        generation: Generation,
+        started: Time,
+    ) -> Self {
         Self {
             conn,
             upstairs: hello.upstairs,
             number: hello.session,
             volume: hello.volume,
+            told,
             generation,
             started,
             digest: 0,
@@ -56,7 +67,11 @@ impl Core {
         if self.jobs.at_disk() > 0 || self.flusher.is_running() || self.internal.header_busy() {
             return;
         }
-        let Promotion { conn, upstairs, volume, generation, digested, .. } = *promotion;
+        let Promotion { conn, upstairs, volume, told, generation, digested, .. } = *promotion;
+        // No older session can change it any more.
+        if self.facts.membership != told {
+            return self.leave(conn, "the volume's membership has changed since this connection was greeted");
+        }
         // Another upstairs may have claimed the region since this one was greeted.
         if let Some(refusal) = self.other_volume(volume) {
             return self.refuse(conn, refusal);

@@ -10,7 +10,7 @@
 
 use bytes::Bytes;
 use newel_protocol::Generation;
-use newel_protocol::wire::{Hello, Refusal, Reply, Request, VERSION, Welcome};
+use newel_protocol::wire::{Hello, Membership, Refusal, Reply, Request, VERSION, Welcome};
 use uuid::Uuid;
 
 use super::Core;
@@ -24,6 +24,8 @@ pub(super) struct Conn {
     /// When something was heard last, or when it was accepted.
     heard: Time,
     hello: Option<Hello>,
+    /// What its greeting was answered with.
+    told: Membership,
 }
 
 /// The session in force.
@@ -62,7 +64,7 @@ impl Core {
                 return;
             }
         }
-        self.conns.push(Conn { id: conn, heard: self.now, hello: None });
+        self.conns.push(Conn { id: conn, heard: self.now, hello: None, told: Membership::default() });
     }
 
     pub(super) fn closed(&mut self, conn: ConnId) {
@@ -131,6 +133,7 @@ impl Core {
         }
         if let Some(known) = self.conns.iter_mut().find(|known| known.id == conn) {
             known.hello = Some(hello);
+            known.told = self.facts.membership;
         }
         let facts = &self.facts;
         let welcome = Welcome {
@@ -147,9 +150,9 @@ impl Core {
     }
 
     fn promote(&mut self, conn: ConnId, generation: Generation) {
-        let greeting =
-            self.conns.iter().find(|known| known.id == conn).and_then(|known| known.hello.as_ref());
-        let Some(hello) = greeting.cloned() else { return };
+        let Some(known) = self.conns.iter().find(|known| known.id == conn) else { return };
+        let told = known.told;
+        let Some(hello) = known.hello.clone() else { return };
         if let Some(refusal) = self.why_not(&hello, generation) {
             return self.refuse(conn, refusal);
         }
@@ -161,7 +164,7 @@ impl Core {
                 self.refuse(holder.conn, Refusal::Fenced { by: hello.upstairs, generation });
             }
         }
-        self.promotion = Some(Promotion::new(conn, &hello, generation, self.now));
+        self.promotion = Some(Promotion::new(conn, &hello, told, generation, self.now));
     }
 
     /// Why this upstairs may not be promoted, if it may not.

@@ -391,6 +391,25 @@ fn activated_is_answered_once_stored() {
 }
 
 #[test]
+fn whoever_was_greeted_before_the_membership_changed_has_to_come_again() {
+    let mut h = harness();
+    h.session(1, ANN, 4);
+    h.hello(2, BOB, true);
+    let membership = Membership { epoch: 7, ..Membership::default() };
+    h.ask(1, Request::Activated { generation: Generation(4), membership }, Bytes::new());
+    h.promote(2, 5);
+    h.finish_all();
+    assert!(matches!(h.last(1), Some(Reply::Refused(Refusal::Fenced { .. }))), "{:?}", h.last(1));
+    assert!(matches!(h.last(2), Some(Reply::Leaving { .. })), "{:?}", h.last(2));
+    h.hello(3, BOB, true);
+    let Some(Reply::Welcome(welcome)) = h.last(3) else { panic!("{:?}", h.last(3)) };
+    assert_eq!(welcome.membership, membership);
+    h.promote(3, 5);
+    h.finish_all();
+    assert!(matches!(h.last(3), Some(Reply::Promoted { .. })));
+}
+
+#[test]
 fn an_unknown_connection_is_ignored() {
     let mut h = harness();
     h.ask(77, Request::Ping { nonce: 1 }, Bytes::new());

@@ -4,7 +4,8 @@
 //! - The ring owns the buffers of every request from its submission to its completion, and nobody else can reach them
 //!   meanwhile. They lie on the heap, so that moving their handles does not move them.
 //! - At most `depth` requests are in flight, which is what the kernel's ring was set up for: it is never full.
-//! - One thread submits and one thread waits. Submitting may block in the kernel; completions are taken meanwhile.
+//! - One thread submits; another waits, or polls when the eventfd says that something is there. Submitting may block in
+//!   the kernel; completions are taken meanwhile.
 //! - Every request comes back exactly once, from `submit` if the kernel refused it, else from `wait`.
 //! - Dropping the ring waits for all that is in flight before any buffer is freed.
 //!
@@ -28,6 +29,7 @@ const SLOW_SUBMIT: Duration = Duration::from_millis(1);
 const IOCB_CMD_PREAD: u16 = 0;
 const IOCB_CMD_PWRITE: u16 = 1;
 const IOCB_CMD_PWRITEV: u16 = 8;
+const IOCB_FLAG_RESFD: u32 = 1;
 
 /// `struct iocb` of the kernel, on a little-endian machine.
 #[repr(C)]
@@ -113,6 +115,8 @@ struct Slots<T> {
 pub(super) struct Ring<T> {
     context: libc::c_ulong,
     file: OwnedFd,
+    /// Raised by the kernel for each completion.
+    eventfd: Option<OwnedFd>,
     depth: usize,
     slots: Mutex<Slots<T>>,
     room: Condvar,
@@ -131,7 +135,7 @@ pub(super) struct Batch {
 pub(super) struct Events(Vec<IoEvent>);
 
 impl<T> Ring<T> {
-    pub(super) fn new(file: OwnedFd, depth: u32) -> io::Result<Self> {
+    pub(super) fn new(file: OwnedFd, depth: u32, eventfd: Option<OwnedFd>) -> io::Result<Self> {
         let mut context: libc::c_ulong = 0;
         // SAFETY: the kernel writes one aio_context_t, an unsigned long, to a place that lives throughout the call and
         // holds zero, as it demands.
@@ -143,7 +147,7 @@ impl<T> Ring<T> {
         let depth = depth as usize;
         let slots =
             Slots { entries: (0..depth).map(|_| None).collect(), free: (0..depth).collect(), waiting: false };
-        Ok(Self { context, file, depth, slots: Mutex::new(slots), room: Condvar::new() })
+        Ok(Self { context, file, eventfd, depth, slots: Mutex::new(slots), room: Condvar::new() })
     }
 
     pub(super) fn events(&self) -> Events {
@@ -221,6 +225,8 @@ impl<T> Ring<T> {
                 buffer,
                 bytes,
                 offset: offset.cast_signed(),
+                flags: if self.eventfd.is_some() { IOCB_FLAG_RESFD } else { 0 },
+                result_fd: self.eventfd.as_ref().map_or(0, |fd| fd.as_raw_fd().cast_unsigned()),
                 ..Iocb::default()
             });
             if let Some(place) = slots.entries.get_mut(slot) {
@@ -266,13 +272,34 @@ impl<T> Ring<T> {
 
     /// Waits for at least one completion and takes all there are.
     pub(super) fn wait(&self, events: &mut Events, into: &mut Vec<Completion<T>>) -> io::Result<()> {
+        self.take_events(1, events, into)
+    }
+
+    /// Takes the completions there are, without waiting.
+    pub(super) fn poll(&self, events: &mut Events, into: &mut Vec<Completion<T>>) -> io::Result<()> {
+        self.take_events(0, events, into)
+    }
+
+    /// Waits for `least` completions and takes all there are.
+    fn take_events(
+        &self,
+        least: libc::c_long,
+        events: &mut Events,
+        into: &mut Vec<Completion<T>>,
+    ) -> io::Result<()> {
         let room = events.0.len().cast_signed() as libc::c_long;
         let no_timeout = std::ptr::null_mut::<libc::timespec>();
-        let one: libc::c_long = 1;
         // SAFETY: the kernel writes at most `room` events to `events`, which has that many; no timeout is allowed to be
         // null.
         let result = unsafe {
-            libc::syscall(libc::SYS_io_getevents, self.context, one, room, events.0.as_mut_ptr(), no_timeout)
+            libc::syscall(
+                libc::SYS_io_getevents,
+                self.context,
+                least,
+                room,
+                events.0.as_mut_ptr(),
+                no_timeout,
+            )
         };
         let Ok(count) = usize::try_from(result) else {
             let error = io::Error::last_os_error();
@@ -338,7 +365,7 @@ mod tests {
     #[test]
     fn requests_come_back_with_what_was_written() {
         let file = tempfile::tempfile().unwrap();
-        let ring = Ring::new(file.try_clone().unwrap().into(), 4).unwrap();
+        let ring = Ring::new(file.try_clone().unwrap().into(), 4, None).unwrap();
         let (mut batch, mut refused) = (Batch::default(), Vec::new());
         let many = vec![Bytes::from_static(b"ab"), Bytes::from_static(b"cd")];
         let mut copy = AlignedBuf::zeroed(2);
@@ -379,7 +406,7 @@ mod tests {
     #[test]
     fn a_full_ring_waits_for_room() {
         let file = tempfile::tempfile().unwrap();
-        let ring = Ring::new(file.into(), 2).unwrap();
+        let ring = Ring::new(file.into(), 2, None).unwrap();
         let count = 100;
         std::thread::scope(|scope| {
             scope.spawn(|| {

@@ -116,7 +116,8 @@ impl<S: Storage> RegionCore<S> {
         Ok(change)
     }
 
-    /// Copies of blocks under their own versions; a block that is verified and at or above `join` stays.
+    /// Copies of blocks under their own versions; a block that is verified and at or above both `join` and the version
+    /// that comes stays.
     pub fn plan_store(
         &self,
         blocks: &[StoredBlock],
@@ -135,7 +136,7 @@ impl<S: Storage> RegionCore<S> {
             let is_data = stored.state.kind == BlockKind::Data;
             let index = usize::try_from(stored.block - span.start).unwrap_or(usize::MAX);
             if let Some((pair, new)) = change.blocks.get_mut(index)
-                && !(pair.latest.is_verified() && pair.latest.version >= join)
+                && !(pair.latest.is_verified() && pair.latest.version >= join.max(stored.state.version))
             {
                 let mut context = match stored.state.kind {
                     BlockKind::Zero => Context::zero(stored.state.version),
@@ -156,7 +157,9 @@ impl<S: Storage> RegionCore<S> {
         Ok(change)
     }
 
-    /// The data of these changes was written: writes their contexts, in as few calls as there are gaps between blocks.
+    /// Writes the contexts of these changes, in as few calls as there are gaps between blocks. Their data was written, or was
+    /// handed to the kernel, which carries it out even if this process dies. Each of them needs [`Self::end`] or
+    /// [`Self::revert`] once its data has ended.
     pub fn finish(&self, changes: &[&Change]) -> Result<(), DiskError> {
         self.check_alive()?;
         let mark = self.flushed_mark();
@@ -165,8 +168,6 @@ impl<S: Storage> RegionCore<S> {
             updates.push((block, *old, Pair { flushed: self.next_flushed(old, mark), latest: new }));
         }
         self.write_pairs(&mut updates)?;
-        // Only now: a sync that began before does not cover these contexts.
-        changes.iter().filter(|change| change.copied.is_some()).for_each(|_| self.copying.end_one());
         for change in changes.iter().filter(|change| change.punch) {
             for range in change_runs(change) {
                 self.punches.add(range);
@@ -175,23 +176,44 @@ impl<S: Storage> RegionCore<S> {
         Ok(())
     }
 
-    /// The data of this change could not be written, or only in part.
+    /// The data and the contexts of this change are written.
+    pub fn end(&self, change: &Change) {
+        // Only now: a sync that began before does not cover it.
+        if change.copied.is_some() {
+            self.copying.end_one();
+        }
+    }
+
+    /// The data of this change could not be written, or only in part; its contexts were not written.
     pub fn abort(&self, change: &Change) -> Result<(), DiskError> {
+        self.give_up(change, false)
+    }
+
+    /// The data of this change could not be written, or only in part; its contexts were.
+    pub fn revert(&self, change: &Change) -> Result<(), DiskError> {
+        self.give_up(change, true)
+    }
+
+    fn give_up(&self, change: &Change, finished: bool) -> Result<(), DiskError> {
         self.check_alive()?;
         let mark = self.flushed_mark();
         let mut updates = Vec::new();
         for (block, old, new) in change.changed() {
-            if !new.has_data() || !old.latest.has_data() {
-                continue;
+            let is_now =
+                if finished { Pair { flushed: self.next_flushed(old, mark), latest: new } } else { *old };
+            let after = if new.has_data() && old.latest.has_data() {
+                let latest = Context { copied: old.latest.copied, ..Context::unverified(old.latest.version) };
+                let flushed = if self.is_flushed(&old.latest, mark) { latest } else { old.flushed };
+                Pair { flushed, latest }
+            } else {
+                *old
+            };
+            if after != is_now {
+                updates.push((block, is_now, after));
             }
-            let latest = Context { copied: old.latest.copied, ..Context::unverified(old.latest.version) };
-            let flushed = if self.is_flushed(&old.latest, mark) { latest } else { old.flushed };
-            updates.push((block, *old, Pair { flushed, latest }));
         }
         self.write_pairs(&mut updates)?;
-        if change.copied.is_some() {
-            self.copying.end_one();
-        }
+        self.end(change);
         Ok(())
     }
 
@@ -270,9 +292,10 @@ impl<S: Storage> RegionCore<S> {
     }
 }
 
-/// A verified block that is newer keeps what it has; the same version may come twice.
+/// A block that is newer keeps what it has; the same version may come twice. An unverified block is at least as new as its
+/// bound: an older write that is sent again, and then fails to be followed by the newer one, must not pass for it.
 fn accepts(pair: &Pair, version: Version) -> bool {
-    !(pair.latest.is_verified() && pair.latest.version > version)
+    pair.latest.version <= version
 }
 
 /// The blocks that a change gives a new context, as ranges.

@@ -315,6 +315,23 @@ fn a_block_that_cannot_be_read_fails_alone() {
 }
 
 #[test]
+fn verifying_finds_what_rots_in_data_and_contexts_and_hands_no_data_on() {
+    let (region, _) = open(fresh(), 1);
+    (0..5).for_each(|block| write(&region, block, block + 1).unwrap());
+    region.storage.corrupt(region.layout.block_offset(1) + 77);
+    // The cache still knows this context as it was.
+    region.storage.corrupt(region.layout.context_offset(3) + 28);
+    let at = region.layout.block_offset(4);
+    region.storage.set_bad(Some(at..at + 512));
+    let (states, data) = read(&region, BlockRange::new(0, 6), ReadMode::Verify);
+    let kinds: Vec<_> = states.iter().map(|state| state.kind).collect();
+    use BlockKind::{Data, Unreadable, Zero};
+    assert_eq!(kinds, [Data, Unreadable, Data, Unreadable, Unreadable, Zero]);
+    assert!(data.is_empty());
+    assert_eq!(states[1].version.sequence, 2, "the version is what the context says");
+}
+
+#[test]
 fn a_failed_write_leaves_the_block_unverified_until_it_is_written_again() {
     let (region, _) = open(fresh(), 1);
     write(&region, 1, 1).unwrap();
@@ -403,6 +420,27 @@ fn newer_blocks_keep_what_they_have() {
     };
     assert_eq!(store(3, 5), 5, "at the join point it stays");
     assert_eq!(store(3, 6), 3, "below it the copy counts, whatever its version");
+}
+
+#[test]
+fn an_unverified_block_takes_no_write_below_its_bound() {
+    let (region, _) = open(fresh(), 1);
+    write(&region, 0, 3).unwrap();
+    let at = region.layout.block_offset(0);
+    region.storage.set_bad(Some(at..at + 512));
+    assert!(write(&region, 0, 3).is_err(), "sent again to a replica that can't write");
+    region.storage.set_bad(None);
+    let zero = |sequence| {
+        let version = Version::new(Generation(1), sequence);
+        let op = DiskOp::Zero { range: BlockRange::single(0), version, mode: ZeroMode::Contexts };
+        region.execute(&op).unwrap();
+        let state = read(&region, BlockRange::single(0), ReadMode::Contexts).0[0];
+        (state.kind, state.version.sequence)
+    };
+    assert_eq!(zero(2), (BlockKind::Unverified, 3));
+    write(&region, 0, 3).unwrap();
+    assert_eq!(zero(2), (BlockKind::Data, 3));
+    assert_eq!(zero(4), (BlockKind::Zero, 4));
 }
 
 #[test]

@@ -52,7 +52,11 @@ impl<S: Storage> RegionCore<S> {
 
     fn change_now(&self, change: &Change, data: &[u8]) -> Result<DiskOutcome, DiskError> {
         match self.write_pieces_now(change, data) {
-            Ok(()) => self.finish(&[change]).map(|()| DiskOutcome::Done),
+            Ok(()) => {
+                self.finish(&[change])?;
+                self.end(change);
+                Ok(DiskOutcome::Done)
+            }
             Err(error) => {
                 self.abort(change)?;
                 Err(error)

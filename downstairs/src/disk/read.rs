@@ -4,8 +4,9 @@
 //! - One state per block of the range; the data are those of the blocks that the mode asks for, in order, whole.
 //! - Without a gap the buffer that the device filled is handed on as it is.
 //! - A block the disk can't read is `Unreadable`; it never fails its neighbours.
-//! - Verified data is not checked against its checksum here: the upstairs does, with the state beside it. The checksum of
-//!   an unverified block is taken from what is read now, so that state and data agree.
+//! - Verified data is not checked against its checksum here: the upstairs does, with the state beside it. Only in mode
+//!   `Verify` it is, against the contexts as they lie on the disk; then a mismatch is `Unreadable` and no data is handed on.
+//!   The checksum of an unverified block is taken from what is read now, so that state and data agree.
 //!
 //! Left to others: reading the data ([`super::pool`], [`super::execute`]).
 
@@ -33,7 +34,7 @@ pub struct ReadPlan {
 impl ReadPlan {
     fn wants(mode: ReadMode, state: &BlockState) -> bool {
         match mode {
-            ReadMode::Data => state.kind == BlockKind::Data,
+            ReadMode::Data | ReadMode::Verify => state.kind == BlockKind::Data,
             ReadMode::Raw => matches!(state.kind, BlockKind::Data | BlockKind::Unverified),
             ReadMode::Contexts => false,
         }
@@ -55,11 +56,14 @@ impl ReadPlan {
 impl<S: Storage> RegionCore<S> {
     pub fn plan_read(&self, range: BlockRange, mode: ReadMode) -> Result<ReadPlan, DiskError> {
         self.check_range(range)?;
-        let pairs = self.read_pairs(range)?;
+        let pairs = match mode {
+            ReadMode::Verify => self.read_table(range)?,
+            ReadMode::Data | ReadMode::Contexts | ReadMode::Raw => self.read_pairs(range)?,
+        };
         let states = match mode {
             // Raw reads fetch the data of unverified blocks anyhow.
             ReadMode::Raw => pairs.iter().map(Pair::state).collect(),
-            ReadMode::Data | ReadMode::Contexts => {
+            ReadMode::Data | ReadMode::Contexts | ReadMode::Verify => {
                 range.blocks().zip(&pairs).map(|(block, pair)| self.state_of(block, pair)).collect()
             }
         };
@@ -71,6 +75,14 @@ impl<S: Storage> RegionCore<S> {
     /// `data` are the bytes of `plan.fetch`.
     pub fn finish_read(&self, mut plan: ReadPlan, data: Bytes) -> (Vec<BlockState>, Bytes) {
         let Some(fetch) = plan.fetch else { return (plan.states, Bytes::new()) };
+        if plan.mode == ReadMode::Verify {
+            for (block, state) in plan.range.blocks().zip(&mut plan.states) {
+                if state.kind == BlockKind::Data && block_of(&data, fetch, block).map(crc) != Some(state.crc) {
+                    state.kind = BlockKind::Unreadable;
+                }
+            }
+            return (plan.states, Bytes::new());
+        }
         if plan.mode == ReadMode::Raw {
             for (block, state) in plan.range.blocks().zip(&mut plan.states) {
                 if state.kind == BlockKind::Unverified

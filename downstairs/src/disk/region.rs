@@ -17,7 +17,7 @@ use std::sync::{Mutex, OnceLock};
 use newel_protocol::{BLOCK_BYTES, BlockRange, BlockState, ExtentId, Version};
 
 use super::cache::PairCache;
-use super::context::{Context, EPOCH_MASK, ExtentDigest, Pair};
+use super::context::{Context, EPOCH_MASK, ExtentDigest, PAIR_BYTES, Pair, decode_pairs};
 use super::error::disk_error;
 use super::format::{Header, LOG_SLOTS_PER_RECORD, LogRecord, Page};
 use super::layout::{Layout, header_offset};
@@ -146,6 +146,15 @@ impl<S: Storage> RegionCore<S> {
         self.pairs
             .read(&self.storage, &self.layout, range)
             .map_err(|error| self.error("reading contexts", &format_args!("blocks {range}"), &error))
+    }
+
+    /// Contexts as they lie in the table, past the cache: what rots below the cache is to be found, too.
+    pub(crate) fn read_table(&self, range: BlockRange) -> Result<Vec<Pair>, DiskError> {
+        let mut bytes = vec![0; range.count as usize * PAIR_BYTES];
+        self.storage
+            .read_cached(self.layout.context_offset(range.start), &mut bytes)
+            .map_err(|error| self.error("reading contexts", &format_args!("blocks {range}"), &error))?;
+        Ok(decode_pairs(range.start, &bytes).map(|(_, pair)| pair).collect())
     }
 
     /// True if a power cut cannot take what this context says, for all that is known now.

@@ -24,7 +24,7 @@ pub fn bare_loop(
     time: Duration,
     mut next: impl FnMut() -> u64,
 ) -> io::Result<u64> {
-    let ring = Ring::new(region.storage().direct_fd()?, depth)?;
+    let ring = Ring::new(region.storage().direct_fd()?, depth, None)?;
     let data = Bytes::from_owner(AlignedBuf::zeroed(bytes));
     let (mut batch, mut refused, mut events) = (Batch::default(), Vec::new(), ring.events());
     let (mut done, mut in_flight, mut count) = (Vec::new(), 0, 0);

@@ -8,6 +8,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
+use rustix::thread::CpuSet;
 use serde::Deserialize;
 use thiserror::Error;
 use tracing::level_filters::LevelFilter;
@@ -17,6 +18,8 @@ use tracing::level_filters::LevelFilter;
 pub struct Config {
     pub region: PathBuf,
     pub listen: SocketAddr,
+    /// All threads stay on this one.
+    pub cpu: Option<usize>,
     pub log: String,
 }
 
@@ -28,6 +31,7 @@ pub struct Settings {
     pub listen: Option<String>,
     #[serde(alias = "allow-plaintext")]
     pub allow_plaintext: Option<bool>,
+    pub cpu: Option<usize>,
     pub log: Option<String>,
 }
 
@@ -41,6 +45,8 @@ pub enum ConfigError {
     NoRegion,
     #[error("--listen is missing: name the address to serve on, such as 127.0.0.1:3810")]
     NoListen,
+    #[error("--cpu {cpu} is more than any host has: give a number below {}", CpuSet::MAX_CPU)]
+    Cpu { cpu: usize },
     #[error("--listen {value:?} is not IP:PORT, such as 127.0.0.1:3810 or [::1]:3810")]
     Listen { value: String },
     #[error(
@@ -72,7 +78,11 @@ impl Config {
         if !log.split(',').all(is_directive) {
             return Err(ConfigError::Log { value: log });
         }
-        Ok(Self { region, listen: address, log })
+        let cpu = flags.cpu.or(file.cpu);
+        if let Some(cpu) = cpu.filter(|&cpu| cpu >= CpuSet::MAX_CPU) {
+            return Err(ConfigError::Cpu { cpu });
+        }
+        Ok(Self { region, listen: address, cpu, log })
     }
 }
 

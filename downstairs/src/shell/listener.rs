@@ -48,11 +48,21 @@ pub(super) async fn accept(reactor: Rc<Reactor>, listener: TcpListener) {
     }
 }
 
+/// Within a host there is no path to be gentle with, and a congestion control that paces (bbr) wakes a timer for every reply.
+fn without_pacing(stream: &TcpStream, peer: SocketAddr) {
+    if peer.ip().is_loopback()
+        && let Err(error) = rustix::net::sockopt::set_tcp_congestion(stream, "cubic")
+    {
+        debug!("{peer}: the congestion control stays as it is: {error}");
+    }
+}
+
 fn start(reactor: &Rc<Reactor>, tasks: &mut JoinSet<()>, stream: TcpStream, peer: SocketAddr) {
     debug!("{peer}: connected");
     if let Err(error) = stream.set_nodelay(true) {
         return debug!("{peer}: gone at once: {error}");
     }
+    without_pacing(&stream, peer);
     let (input, output) = stream.into_split();
     let outbox = Rc::new(Outbox::new(output, peer));
     let conn = reactor.connected(&outbox);

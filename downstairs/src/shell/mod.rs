@@ -27,6 +27,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 pub use config::{Config, ConfigError, Settings};
+use rustix::thread::CpuSet;
 use thiserror::Error;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::LocalSet;
@@ -43,6 +44,8 @@ pub enum RunError {
     Region(#[from] RegionError),
     #[error("cannot listen on {address}; is another process using the port?")]
     Bind { address: SocketAddr, source: io::Error },
+    #[error("cannot keep to CPU {cpu}; `nproc` tells how many there are, counted from 0")]
+    Cpu { cpu: usize, source: io::Error },
     #[error("cannot start the reactor")]
     Reactor { source: io::Error },
     /// It was told to stop and did, but had been out of service.
@@ -52,6 +55,13 @@ pub enum RunError {
 
 /// Serves the region until a signal ends it.
 pub fn run(config: &Config) -> Result<(), RunError> {
+    if let Some(cpu) = config.cpu {
+        // Before there is any other thread: they all inherit it.
+        let mut only = CpuSet::new();
+        only.set(cpu);
+        rustix::thread::sched_setaffinity(None, &only)
+            .map_err(|error| RunError::Cpu { cpu, source: error.into() })?;
+    }
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

@@ -8,10 +8,13 @@
 
 use std::cell::{Cell, RefCell, RefMut};
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use newel_protocol::wire;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 use tokio::sync::Notify;
 use tracing::{error, info, warn};
 
@@ -31,6 +34,8 @@ pub(super) trait Disk {
     /// Takes all of `commands`; never blocks.
     fn submit(&self, commands: &mut Vec<DiskCommand>);
     fn completed(&self, into: &mut Vec<DiskDone>);
+    /// Readable when something is completed, beside the signal; `None` if the signal tells all.
+    fn completion_fd(&self) -> Option<OwnedFd>;
     fn stop(self: Box<Self>);
 }
 
@@ -41,6 +46,10 @@ impl Disk for Pool {
 
     fn completed(&self, into: &mut Vec<DiskDone>) {
         Self::completed(self, into);
+    }
+
+    fn completion_fd(&self) -> Option<OwnedFd> {
+        Self::completion_fd(self).try_clone_to_owned().ok()
     }
 
     fn stop(self: Box<Self>) {
@@ -67,6 +76,27 @@ impl DiskSignal {
         self.notify.notified().await;
         // Lowered before looking: whatever completes from here on raises it again.
         self.raised.swap(false, Ordering::AcqRel);
+    }
+}
+
+#[expect(
+    deprecated,
+    reason = "its successor is unsafe for descriptors that may be closed behind it; an OwnedFd is not"
+)]
+fn watch(fd: OwnedFd) -> Option<AsyncFd<OwnedFd>> {
+    AsyncFd::with_interest(fd, Interest::READABLE).ok()
+}
+
+/// Waits until the eventfd is raised again. It is never read: each completion is an edge of its own, and what came before the
+/// edge is seen by the look that follows it.
+async fn next_edge(raised: Option<&AsyncFd<OwnedFd>>) {
+    match raised {
+        Some(raised) => {
+            if let Ok(mut ready) = raised.readable().await {
+                ready.clear_ready();
+            }
+        }
+        None => std::future::pending().await,
     }
 }
 
@@ -151,8 +181,13 @@ impl Reactor {
 
     /// Hands the pool's completions to the core, for ever.
     pub(super) async fn run_disk(self: Rc<Self>) {
+        let raised = self.inner.borrow().disk.as_ref().and_then(|disk| disk.completion_fd());
+        let raised = raised.and_then(watch);
         loop {
-            self.signal.wait().await;
+            tokio::select! {
+                () = self.signal.wait() => {}
+                () = next_edge(raised.as_ref()) => {}
+            }
             let mut batch = self.batch();
             let mut completed = std::mem::take(&mut batch.inner.completed);
             if let Some(disk) = &batch.inner.disk {

@@ -76,6 +76,10 @@ impl Disk for Memory {
         into.extend(self.done.lock().unwrap().drain(..));
     }
 
+    fn completion_fd(&self) -> Option<std::os::fd::OwnedFd> {
+        None
+    }
+
     fn stop(self: Box<Self>) {}
 }
 

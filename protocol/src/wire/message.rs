@@ -86,7 +86,7 @@ pub enum Op {
         mode: ReadMode,
     },
     /// Payload: the data of the range. The version is (generation in force, job). One checksum a block. A block that is
-    /// verified and newer keeps what it has.
+    /// newer, verified or by its bound, keeps what it has.
     Write {
         range: BlockRange,
         crcs: Vec<u32>,
@@ -99,7 +99,7 @@ pub enum Op {
     /// Make durable every write before it; the number of the job becomes the region's flushed mark.
     Flush,
     /// Copies of blocks under their own versions (catch-up, reconcile, heal), within one extent and in ascending order. A
-    /// block is dropped if the replica's own is verified and at or above `join`. Payload: the data of the blocks whose
+    /// block is dropped if the replica's own is verified and at or above both `join` and the version that comes. Payload: the data of the blocks whose
     /// kind is `Data`, in order.
     Store {
         blocks: Vec<StoredBlock>,
@@ -115,6 +115,9 @@ pub enum ReadMode {
     Contexts,
     /// States, and the data of every block whose kind is `Data` or `Unverified`: only for reconciling.
     Raw,
+    /// States only, but the replica reads the data and checks it: a block whose data do not match its context, as it lies on
+    /// the disk, is `Unreadable`.
+    Verify,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

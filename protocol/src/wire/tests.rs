@@ -78,6 +78,7 @@ fn golden_requests() {
     check(&job(Op::Read { range, mode: ReadMode::Data }), &format!("{kind} 00000000 {place} 00000000"));
     check(&job(Op::Read { range, mode: ReadMode::Contexts }), &format!("{kind} 00000000 {place} 01000000"));
     check(&job(Op::Read { range, mode: ReadMode::Raw }), &format!("{kind} 00000000 {place} 02000000"));
+    check(&job(Op::Read { range, mode: ReadMode::Verify }), &format!("{kind} 00000000 {place} 03000000"));
     check(
         &job(Op::Write { range, crcs: vec![0xaabb_ccdd, 1] }),
         &format!("{kind} 01000000 {place} 0200000000000000 ddccbbaa 01000000"),
@@ -271,7 +272,7 @@ fn block_state() -> impl Strategy<Value = BlockState> {
 }
 
 fn op() -> impl Strategy<Value = Op> {
-    const MODES: [ReadMode; 3] = [ReadMode::Data, ReadMode::Contexts, ReadMode::Raw];
+    const MODES: [ReadMode; 4] = [ReadMode::Data, ReadMode::Contexts, ReadMode::Raw, ReadMode::Verify];
     const ZEROS: [ZeroMode; 3] = [ZeroMode::Contexts, ZeroMode::Allocate, ZeroMode::Punch];
     let stored = (any::<u64>(), block_state()).prop_map(|(block, state)| StoredBlock { block, state });
     prop_oneof![

@@ -58,7 +58,7 @@ fn check_sector(sector: usize, accesses: &[Access], history: &History) -> Result
     events.extend(resets.iter().enumerate().map(|(index, &at)| (at, Order::Reset, index)));
     events.sort_by_key(|&(at, order, index)| (at, order, index));
 
-    let mut search = Search { accesses, open: Vec::new(), configurations: BTreeSet::from([(0, 0)]) };
+    let mut search = Search { accesses, open: Vec::new(), configurations: BTreeSet::from([(0, 0)]), too_large: false };
     for (at, order, index) in events {
         let fits = match order {
             Order::Start => search.start(index),
@@ -68,6 +68,10 @@ fn check_sector(sector: usize, accesses: &[Access], history: &History) -> Result
                 true
             }
         };
+        if search.too_large {
+            let text = "the checker's search has grown too large".to_owned();
+            return Err(Violation { sector, at, text });
+        }
         if !fits {
             let access = &accesses[index];
             let text = format!("{:?} (guest operation {}) fits no order", access.action, access.guest_op);
@@ -77,7 +81,7 @@ fn check_sector(sector: usize, accesses: &[Access], history: &History) -> Result
     Ok(())
 }
 
-/// Acknowledged: its end. Given up: the end of the first read that began after another upstairs came into service.
+/// Acknowledged: its end. Given up: when another upstairs came into service, as that has settled what becomes of it.
 fn effective_ends(accesses: &[Access], history: &History) -> Vec<Option<Nanos>> {
     let another_served = |gone: Nanos, by: usize| {
         history.notes.iter().find_map(|note| match note {
@@ -92,11 +96,7 @@ fn effective_ends(accesses: &[Access], history: &History) -> Vec<Option<Nanos>> 
                 return access.end;
             }
             let (gone, by) = access.given_up?;
-            let later = another_served(gone, by)?;
-            let reads = accesses
-                .iter()
-                .filter(|other| matches!(other.action, Action::Read(_)) && other.start >= later);
-            reads.filter_map(|read| read.end).min()
+            another_served(gone, by)
         })
         .collect()
 }
@@ -150,6 +150,7 @@ struct Search<'a> {
     open: Vec<Option<usize>>,
     /// Value, and which open writes have taken effect.
     configurations: BTreeSet<(u32, u32)>,
+    too_large: bool,
 }
 
 impl Search<'_> {
@@ -177,6 +178,8 @@ impl Search<'_> {
 
     /// Lets open operations take effect in every order that is possible.
     fn close_over(&mut self) {
+        let settled = self.configurations.iter().map(|&configuration| self.with_reads(configuration));
+        self.configurations = settled.collect();
         let mut todo: Vec<(u32, u32)> = self.configurations.iter().copied().collect();
         while let Some((value, done)) = todo.pop() {
             for (bit, open) in self.open.iter().enumerate() {
@@ -186,18 +189,26 @@ impl Search<'_> {
                 }
                 let next = match self.accesses[index].action {
                     Action::Write(new) => (new, done | 1 << bit),
-                    Action::Read(seen) if seen == value => (value, done | 1 << bit),
                     Action::Read(_) => continue,
                 };
+                let next = self.with_reads(next);
                 if self.configurations.insert(next) {
                     todo.push(next);
                 }
             }
-            assert!(
-                self.configurations.len() < CONFIGURATIONS_MAX,
-                "the checker's search has grown too large"
-            );
+            if self.configurations.len() >= CONFIGURATIONS_MAX {
+                self.too_large = true;
+                return;
+            }
         }
+    }
+
+    /// An open read that can see its value now has seen it: to put that off opens no way that isn't open all the same.
+    fn with_reads(&self, (value, done): (u32, u32)) -> (u32, u32) {
+        let reads = self.open.iter().enumerate().filter(|(_, open)| {
+            open.is_some_and(|index| self.accesses[index].action == Action::Read(value))
+        });
+        (value, reads.fold(done, |done, (bit, _)| done | 1 << bit))
     }
 
     /// `dead`: a write that nobody acknowledged is over; it need not have taken effect.
@@ -214,7 +225,16 @@ impl Search<'_> {
         !self.configurations.is_empty()
     }
 
-    /// Any of these values may be there now; what was open and unanswered may still come.
+    /// The open writes that may lie under this value: it is their own, or that of a write that ended after they began.
+    fn below(&self, value: u32) -> u32 {
+        let writes = self.accesses.iter().filter(|access| access.action == Action::Write(value));
+        let last = writes.map(|access| access.end.unwrap_or(Nanos::MAX)).max().unwrap_or(0);
+        let open = self.open.iter().enumerate().filter_map(|(bit, open)| Some((bit, (*open)?)));
+        open.filter(|&(_, index)| self.accesses[index].start <= last).fold(0, |mask, (bit, _)| mask | 1 << bit)
+    }
+
+    /// Any of these values may be there now; what was open and unanswered may still come. It may also have been there already,
+    /// under a newer write that was kept.
     fn reset(&mut self, allowed: BTreeSet<u32>) {
         let reads: u32 = self
             .open
@@ -223,11 +243,17 @@ impl Search<'_> {
             .filter_map(|(bit, open)| open.map(|index| (bit, index)))
             .filter(|&(_, index)| matches!(self.accesses[index].action, Action::Read(_)))
             .fold(0, |mask, (bit, _)| mask | 1 << bit);
-        let done: BTreeSet<u32> = self.configurations.iter().map(|&(_, done)| done & reads).collect();
+        let done: BTreeSet<u32> = self.configurations.iter().map(|&(_, done)| done).collect();
         let current: BTreeSet<u32> = self.configurations.iter().map(|&(value, _)| value).collect();
         let values: BTreeSet<u32> = allowed.into_iter().chain(current).collect();
-        self.configurations =
-            values.iter().flat_map(|&value| done.iter().map(move |&done| (value, done))).collect();
+        let mut configurations = BTreeSet::new();
+        for &value in &values {
+            for &done in &done {
+                configurations.insert((value, done & reads));
+                configurations.insert((value, done & (reads | self.below(value))));
+            }
+        }
+        self.configurations = configurations;
         self.close_over();
     }
 }

@@ -11,7 +11,7 @@ impl World {
     pub(super) fn serving_up(&self) -> Option<usize> {
         (0..self.ups.len())
             .rev()
-            .find(|&up| self.ups[up].alive && self.ups[up].served && !self.ups[up].paused)
+            .find(|&up| self.ups[up].serves())
     }
 
     pub(super) fn think(&mut self, connection: usize) -> Result<(), String> {
@@ -24,7 +24,6 @@ impl World {
     }
 
     pub(super) fn issue(&mut self, connection: usize, request: Request) -> Result<(), String> {
-        request.note_start(&mut self.history);
         let up = self.serving_up();
         self.guests[connection].push((request.clone(), up));
         if let Some(up) = up {
@@ -34,6 +33,8 @@ impl World {
     }
 
     pub(super) fn submit(&mut self, up: usize, request: &Request) -> Result<(), String> {
+        // Every attempt is an operation of its own: one that was not answered may have taken effect.
+        request.note_start(&mut self.history);
         self.note(|| format!("guest to upstairs {up}: {request:?}"));
         self.feed_up(up, up::api::Event::Guest { guest: GuestId(request.number), op: request.op() })
     }
@@ -58,7 +59,10 @@ impl World {
                     let delay = self.rng.random_range(0..think);
                     self.after(delay, Ev::Think { connection });
                 }
-                Answered::Again => self.guests[connection][index].1 = None,
+                Answered::Again => {
+                    request.note_given_up(self.now, up, &mut self.history);
+                    self.guests[connection][index].1 = None;
+                }
             }
             return Ok(());
         }
@@ -71,9 +75,11 @@ impl World {
             let dies = self.rng.random_bool(0.2) && !self.quiet;
             let requests = std::mem::take(&mut self.guests[connection]);
             for (request, by) in requests {
+                if by == Some(up) {
+                    request.note_given_up(self.now, up, &mut self.history);
+                }
                 if by == Some(up) && dies {
                     self.note(|| format!("guest request {} is given up", request.number));
-                    request.note_given_up(self.now, up, &mut self.history);
                     let delay = self.plan.think;
                     self.after(delay, Ev::Think { connection });
                 } else {
@@ -90,6 +96,7 @@ impl World {
         for requests in &mut self.guests {
             for (request, by) in requests.iter_mut().filter(|(_, by)| by.is_none()) {
                 *by = Some(up);
+                request.start = self.now;
                 todo.push(request.clone());
             }
         }

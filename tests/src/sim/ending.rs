@@ -17,7 +17,7 @@ impl World {
         for conn in 0..self.conns.len() {
             self.heal(conn);
         }
-        for down in 0..3 {
+        for down in 0..self.downs.len() {
             self.downs[down].disk.calm();
             self.downs[down].stuck_until = 0;
             if self.downs[down].paused {
@@ -39,9 +39,27 @@ impl World {
         self.after(200 * MS, Ev::StartUp { takeover: false });
     }
 
+    /// Goes on until everything is answered and all three replicas are Active.
+    pub(super) fn converge(&mut self) -> Result<(), String> {
+        let deadline = self.now + self.plan.converge_within;
+        // A replacement under way is given time to finish by itself; then somebody looks after the configuration.
+        let patience = self.now + 5_000 * MS;
+        while !self.is_quiet() {
+            if self.now >= patience {
+                self.correct_configuration();
+            }
+            if self.now >= deadline {
+                let seconds = self.plan.converge_within / 1_000 / MS;
+                return Err(format!("not converged {seconds} s after the last fault: {}", self.state()));
+            }
+            self.run_until(self.now + 20 * MS)?;
+        }
+        Ok(())
+    }
+
     /// Everything answered and all three replicas Active.
     pub(super) fn is_quiet(&mut self) -> bool {
-        for down in 0..3 {
+        for down in 0..self.downs.len() {
             let failed = self.downs[down]
                 .process
                 .as_ref()
@@ -55,7 +73,8 @@ impl World {
         }
         self.serving_up().is_some_and(|up| {
             let status = self.ups[up].core.status();
-            status.replicas.iter().all(|replica| replica.state == "active") && status.jobs_in_flight == 0
+            status.replicas.iter().all(|replica| replica.state == "active" && replica.queue_jobs == 0)
+                && status.jobs_in_flight == 0
         })
     }
 
@@ -73,7 +92,12 @@ impl World {
                 self.next_request += 1;
                 self.issue(0, request)?;
                 let deadline = self.now + 10_000 * MS;
+                // Another upstairs may still have taken over, with a configuration from before the last replacement.
+                let patience = self.now + 3_000 * MS;
                 while !self.is_quiet() {
+                    if self.now >= patience {
+                        self.correct_configuration();
+                    }
                     self.run_until(self.now + MS)?;
                     if self.now > deadline {
                         return Err(format!("the last reads are not answered: {}", self.state()));
@@ -91,7 +115,7 @@ impl World {
         for block in guest::blocks() {
             let range = BlockRange::single(block);
             let mut copies = Vec::new();
-            for down in &self.downs {
+            for down in self.in_force().map(|member| &self.downs[member]) {
                 let Some(process) = &down.process else { return Err("a replica is not running".into()) };
                 let read = process.region.execute(&DiskOp::Read { range, mode: ReadMode::Data });
                 let Ok(DiskOutcome::Read { states, .. }) = read else {

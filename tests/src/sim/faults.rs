@@ -41,7 +41,7 @@ impl World {
     }
 
     pub(super) fn inject(&mut self, fault: Fault) -> Result<(), String> {
-        let down = self.rng.random_range(0..3_usize);
+        let down = self.slots[self.rng.random_range(0..3_usize)];
         let short = self.rng.random_range(MS..150 * MS);
         let long = self.rng.random_range(10 * MS..1_000 * MS);
         let pause = if self.rng.random_bool(0.7) { short } else { long };
@@ -49,7 +49,7 @@ impl World {
         match fault {
             Fault::KillReplica => self.restart_down(down, pause),
             Fault::KillAll => {
-                for down in 0..3 {
+                for down in self.slots {
                     let delay = self.rng.random_range(0..100 * MS);
                     self.restart_down(down, delay);
                 }
@@ -62,7 +62,7 @@ impl World {
             }
             Fault::PowerCut => self.power_cut(down, pause),
             Fault::PowerCutAll => {
-                for down in 0..3 {
+                for down in self.slots {
                     let delay = self.rng.random_range(0..100 * MS);
                     self.power_cut(down, delay);
                 }
@@ -119,6 +119,7 @@ impl World {
             Fault::StopUpstairs => {
                 if let Some(up) = self.serving_up() {
                     let within = Duration::from_millis(200);
+                    self.ups[up].stopping = true;
                     self.feed_up(up, up::api::Event::Shutdown { within })?;
                 }
             }
@@ -129,6 +130,12 @@ impl World {
                 self.after(long, Ev::DiskFree { down });
             }
             Fault::BitFlip | Fault::ReadError => self.damage(fault),
+            Fault::Replace => self.replace()?,
+            Fault::Scrub => {
+                if let Some(up) = self.serving_up() {
+                    self.feed_up(up, up::api::Event::Scrub)?;
+                }
+            }
         }
         Ok(())
     }
@@ -155,7 +162,7 @@ impl World {
     /// Only one replica is ever damaged in a run: with two there may be no good copy.
     pub(super) fn damage(&mut self, fault: Fault) {
         let down =
-            (0..3).find(|&down| self.downs[down].damaged).unwrap_or_else(|| self.rng.random_range(0..3));
+            (0..self.downs.len()).find(|&down| self.downs[down].damaged).unwrap_or_else(|| self.slots[self.rng.random_range(0..3_usize)]);
         let blocks: Vec<u64> = guest::blocks().collect();
         let block = blocks[self.rng.random_range(0..blocks.len())];
         let offset = disk::layout(self.plan.blocks).block_offset(block);

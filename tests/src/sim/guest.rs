@@ -178,12 +178,12 @@ impl Request {
         Ok(Answered::Done)
     }
 
-    /// The client that sent this is gone, and its upstairs too.
+    /// This attempt will not be answered: its upstairs is gone, or has said that it won't.
     pub fn note_given_up(&self, now: Nanos, up: usize, history: &mut History) {
         for offset in self.touched().step_by(512) {
-            for access in history.accesses[index_of(offset)].iter_mut().filter(|a| a.guest_op == self.number)
-            {
-                access.given_up = Some((now, up));
+            let attempts = history.accesses[index_of(offset)].iter_mut().rev();
+            if let Some(last) = attempts.into_iter().find(|a| a.guest_op == self.number && a.end.is_none()) {
+                last.given_up = Some((now, up));
             }
         }
     }

@@ -19,7 +19,7 @@ pub struct Access {
     pub action: Action,
     pub start: Nanos,
     pub end: Option<Nanos>,
-    /// The client is gone: nobody sends it again. When, and with which upstairs.
+    /// This attempt will not be answered. Since when, and by which upstairs.
     pub given_up: Option<(Nanos, usize)>,
     pub guest_op: u64,
     pub fua: bool,

@@ -5,7 +5,8 @@
 //! - Nothing of the product is imitated: [`world`] only carries the cores' actions out and brings events in.
 //! - The disk is worse than real ones: after a power cut each 512-byte sector shows any of its states since the last sync.
 //!
-//! `world` the queue of events, with `replicas`, `upstairs`, `network`, `clients`, `faults`, `ending`; `disk` the medium;
+//! `world` the queue of events, with `replicas`, `upstairs`, `network`, `clients`, `faults`, `replace`, `ending`; `disk` the
+//! medium;
 //! `guest` clients that behave like a kernel; `history` and `checker` what a guest may see; `plan` what a seed stands for;
 //! `planted` mistakes that the checker must find.
 
@@ -19,6 +20,7 @@ pub mod history;
 mod network;
 pub mod plan;
 mod planted;
+mod replace;
 mod replicas;
 mod upstairs;
 pub mod world;

@@ -12,10 +12,11 @@ use super::world::{Conn, Ev, World, brief_op, id};
 
 impl World {
     pub(super) fn connect(&mut self, up: usize, replica: ReplicaId, link: LinkId) {
-        let down = replica.index();
+        let slot = replica.index();
+        let down = self.ups[up].addresses[slot];
         let delay = self.between(self.plan.network);
         if self.downs[down].process.is_none() {
-            self.after(delay, Ev::LinkRefused { up, replica: down, link });
+            self.after(delay, Ev::LinkRefused { up, replica: slot, link });
             return;
         }
         let conn = self.conns.len();
@@ -24,6 +25,7 @@ impl World {
             generation: Generation(0),
             zombie: false,
             up,
+            slot,
             down,
             incarnation,
             link,
@@ -32,12 +34,12 @@ impl World {
             earliest: [0; 2],
             partitioned: None,
         });
-        self.ups[up].links[down] = Some(conn);
+        self.ups[up].links[slot] = Some(conn);
         self.after(delay, Ev::LinkUp { conn });
     }
 
     pub(super) fn link_up(&mut self, conn: usize) -> Result<(), String> {
-        let Conn { up, down, incarnation, link, open_up, open_down, .. } = self.conns[conn];
+        let Conn { up, slot, down, incarnation, link, open_up, open_down, .. } = self.conns[conn];
         if !open_up {
             return Ok(());
         }
@@ -52,7 +54,7 @@ impl World {
             self.conns[conn].earliest[0] = self.now;
         }
         self.feed_down(down, incarnation, connected);
-        self.feed_up(up, up::api::Event::LinkUp { replica: id(down), link })
+        self.feed_up(up, up::api::Event::LinkUp { replica: id(slot), link })
     }
 
     /// Sends over a connection: in order, some time later.
@@ -91,23 +93,23 @@ impl World {
     }
 
     pub(super) fn to_up(&mut self, conn: usize, reply: Reply, payload: Bytes) -> Result<(), String> {
-        let Conn { up, down, link, open_up, .. } = self.conns[conn];
+        let Conn { up, slot, link, open_up, .. } = self.conns[conn];
         let Some(reply) = self.plant_on_arrival(conn, reply)? else { return Ok(()) };
         if open_up {
-            self.feed_up(up, up::api::Event::Reply { replica: id(down), link, reply, payload })?;
+            self.feed_up(up, up::api::Event::Reply { replica: id(slot), link, reply, payload })?;
         }
         Ok(())
     }
 
     pub(super) fn closed_at_up(&mut self, conn: usize) -> Result<(), String> {
-        let Conn { up, down, link, open_up, .. } = self.conns[conn];
+        let Conn { up, slot, link, open_up, .. } = self.conns[conn];
         if open_up {
             self.conns[conn].open_up = false;
-            if self.ups[up].links[down] == Some(conn) {
-                self.ups[up].links[down] = None;
+            if self.ups[up].links[slot] == Some(conn) {
+                self.ups[up].links[slot] = None;
             }
             let reason = "connection closed".to_owned();
-            self.feed_up(up, up::api::Event::LinkDown { replica: id(down), link, reason })?;
+            self.feed_up(up, up::api::Event::LinkDown { replica: id(slot), link, reason })?;
         }
         Ok(())
     }

@@ -97,6 +97,9 @@ pub enum Fault {
     BitFlip,
     ReadError,
     KillAll,
+    /// A fresh disk takes a slot.
+    Replace,
+    Scrub,
 }
 
 impl Plan {
@@ -132,7 +135,20 @@ impl Plan {
                 *weight = 0;
             }
         }
-        weights.push((Fault::KillReplica, 1));
+        if damage {
+            // A block that is damaged and then found unverified after a crash looks like a write that was cut short. With no
+            // newer copy at hand its data is adopted: two faults at once, for which nothing better is promised.
+            let crashes = |fault: Fault| {
+                matches!(fault, Fault::KillReplica | Fault::KillAll | Fault::DieMidway | Fault::SyncFails)
+                    || matches!(fault, Fault::PowerCut | Fault::PowerCutAll | Fault::DiskFull)
+            };
+            weights.retain(|&(fault, _)| !crashes(fault));
+        }
+        weights.push((Fault::CutLink, 1));
+        // Half of the seeds; the others keep the schedules that they had before anything could be replaced.
+        if (seed / 10).is_multiple_of(2) {
+            weights.extend([(Fault::Replace, 4), (Fault::Scrub, 3)]);
+        }
         let disk_low = rng.random_range(5_000..100_000);
         Self {
             seed,
@@ -167,6 +183,7 @@ impl Plan {
                 third_wait: Duration::from_millis(30),
                 power_wait: Duration::from_millis(400),
                 quorum_timeout: None,
+                scrub_every: None,
             },
         }
     }

@@ -54,10 +54,10 @@ impl World {
                     .collect();
                 for other in others {
                     if self.plants.forged.insert((other, job)) {
-                        let Conn { down, link, .. } = self.conns[other];
+                        let Conn { slot, link, .. } = self.conns[other];
                         let reply = Reply::Done { job, result: Ok(()), times, states: Vec::new() };
                         let event =
-                            up::api::Event::Reply { replica: id(down), link, reply, payload: Bytes::new() };
+                            up::api::Event::Reply { replica: id(slot), link, reply, payload: Bytes::new() };
                         self.feed_up(up, event)?;
                     }
                 }

@@ -17,6 +17,7 @@ impl World {
             return;
         }
         let number = self.ups.len();
+        let addresses = self.configured();
         let config = CoreConfig {
             volume: VOLUME,
             upstairs: Uuid::from_u128(1000 + number as u128),
@@ -31,9 +32,11 @@ impl World {
             alive: true,
             paused: false,
             deferred: Vec::new(),
+            addresses,
             links: [None; 3],
             next_tick: None,
             served: false,
+            stopping: false,
             generation: None,
         });
         self.note(|| format!("upstairs {number} starts{}", if takeover { " and takes over" } else { "" }));
@@ -72,6 +75,9 @@ impl World {
                     }
                 }
                 up::api::Action::GuestReply { guest, reply } => self.guest_reply(index, guest, &reply)?,
+                up::api::Action::Replace { replica, answer } => {
+                    self.replace_answered(index, replica, answer)
+                }
                 up::api::Action::Log(event) => self.note(|| format!("upstairs {index}: {}", event.text)),
                 up::api::Action::Stopped { reason } => self.up_stopped(index, &reason),
             }

@@ -166,10 +166,20 @@ pub(super) struct Up {
     pub(super) alive: bool,
     pub(super) paused: bool,
     pub(super) deferred: Vec<Ev>,
+    /// The replica at the address that it has for each slot.
+    pub(super) addresses: [usize; 3],
     pub(super) links: [Option<usize>; 3],
     pub(super) next_tick: Option<Nanos>,
     pub(super) served: bool,
+    /// Was told to stop: it refuses what comes, so that clients wait for the next one.
+    pub(super) stopping: bool,
     pub(super) generation: Option<Generation>,
+}
+
+impl Up {
+    pub(super) fn serves(&self) -> bool {
+        self.alive && self.served && !self.paused && !self.stopping
+    }
 }
 
 pub(super) struct Conn {
@@ -178,6 +188,7 @@ pub(super) struct Conn {
     /// Planted: fenced, but goes on all the same.
     pub(super) zombie: bool,
     pub(super) up: usize,
+    pub(super) slot: usize,
     pub(super) down: usize,
     pub(super) incarnation: u64,
     pub(super) link: LinkId,
@@ -196,7 +207,11 @@ pub(super) struct World {
     pub(super) order: u64,
     pub(super) queue: BinaryHeap<Reverse<(Nanos, u64)>>,
     pub(super) pending: BTreeMap<u64, Ev>,
-    pub(super) downs: [Down; 3],
+    /// Those that the volume began with, and every one that was to replace another.
+    pub(super) downs: Vec<Down>,
+    /// The replica of each slot by the operator's configuration, and by the one before.
+    pub(super) slots: [usize; 3],
+    pub(super) old_slots: [usize; 3],
     pub(super) ups: Vec<Up>,
     pub(super) conns: Vec<Conn>,
     pub(super) history: History,
@@ -214,24 +229,15 @@ pub(super) const VOLUME: Uuid = Uuid::from_u128(77);
 
 impl World {
     pub(super) fn new(plan: Plan) -> Self {
-        let disks = [1_u128, 2, 3].map(|n| Down {
-            disk: Disk::format(plan.blocks, Uuid::from_u128(n)),
-            boot: n << 64,
-            incarnation: 0,
-            process: None,
-            paused: false,
-            deferred: Vec::new(),
-            stuck_until: 0,
-            next_tick: None,
-            damaged: false,
-        });
         Self {
             rng: ChaCha8Rng::seed_from_u64(plan.seed),
             now: 0,
             order: 0,
             queue: BinaryHeap::new(),
             pending: BTreeMap::new(),
-            downs: disks,
+            downs: (0..3).map(|index| Down::fresh(index, plan.blocks)).collect(),
+            slots: [0, 1, 2],
+            old_slots: [0, 1, 2],
             ups: Vec::new(),
             conns: Vec::new(),
             history: History::new(guest::sectors()),
@@ -284,22 +290,10 @@ impl World {
         self.after(30 * MS, Ev::Reconnect);
         self.run_until(self.faults_until)?;
         self.end_faults();
-        let deadline = self.now + self.plan.converge_within;
-        loop {
-            let step = self.now + 20 * MS;
-            self.run_until(step)?;
-            if self.is_quiet() {
-                break;
-            }
-            if self.now >= deadline {
-                return Err(format!(
-                    "not converged {} s after the last fault: {}",
-                    self.plan.converge_within / 1_000 / MS,
-                    self.state()
-                ));
-            }
-        }
+        self.converge()?;
         self.read_everything()?;
+        self.converge()?;
+        self.scrub_everything()?;
         self.compare_replicas()
     }
 

@@ -236,7 +236,7 @@ fn downstairs_arguments(
     settings: &Settings,
     replica: usize,
 ) -> Vec<OsString> {
-    vec![
+    let mut arguments: Vec<OsString> = vec![
         "run".into(),
         "--region".into(),
         layout.region(replica).into(),
@@ -244,7 +244,20 @@ fn downstairs_arguments(
         format!("127.0.0.1:{}", volume.ports[replica]).into(),
         "--log".into(),
         settings.log.clone().into(),
-    ]
+    ];
+    if let Some(cpu) = cpu_of(replica) {
+        arguments.extend(["--cpu".into(), cpu.to_string().into()]);
+    }
+    arguments
+}
+
+/// The CPU that a replica keeps to on a small host, where four daemons share few CPUs: waking a thread on another CPU costs
+/// more there than the work it wakes up for. A larger host has CPUs enough for every thread.
+fn cpu_of(replica: usize) -> Option<usize> {
+    const SMALL: std::ops::RangeInclusive<usize> = 2..=4;
+    let allowed = rustix::thread::sched_getaffinity(None).ok()?;
+    let cpus: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu)).collect();
+    SMALL.contains(&cpus.len()).then(|| cpus.get(replica % cpus.len()).copied()).flatten()
 }
 
 fn upstairs_arguments(volume: &Volume, settings: &Settings) -> Vec<OsString> {

@@ -5,14 +5,15 @@
 //! as a quorum of Active replicas has stored it. The stale ones catch up like any joiner.
 //!
 //! Invariants:
-//! - Only members of the newest membership met count. A volume that never had one takes it from all three replicas.
+//! - Only members of the newest membership met count. A volume that never had one takes it from all three replicas. While
+//!   the newest one is held by one region alone, regions that never held any don't count (see [`super::replace`]).
 //! - A replica with a lower last active generation is never a source.
 //! - Losing a participant begins the stage of comparing anew without it; losing the quorum begins everything anew under a
 //!   higher generation.
 //! - Jobs that were unacknowledged when the last Active replica was lost get new numbers above everything that the new
 //!   generation has flushed, so that a flushed mark never covers them wrongly.
 
-use newel_protocol::wire::{Membership, Op, StoredBlock};
+use newel_protocol::wire::{Op, StoredBlock};
 use newel_protocol::{BlockKind, BlockRange, BlockState, Generation};
 
 use super::api::{LogLevel, ReplicaId, ReplicaSet, Time};
@@ -96,8 +97,7 @@ impl Core {
     fn check_gathered(&mut self) {
         let greeted = self.set_of(|replica| matches!(replica.link, Link::Greeted));
         let membership = self.newest_membership(greeted);
-        let members =
-            self.set_of(|r| greeted.contains(r.id) && membership.is_some_and(|m| self.is_member(m, r.id)));
+        let members = membership.map_or(ReplicaSet::EMPTY, |m| self.countable(m, greeted));
         let Some(membership) = membership.filter(|_| members.len() >= QUORUM) else {
             // The wait begins when a quorum is there, and begins anew if it goes.
             self.set_stage(Stage::Gathering);
@@ -106,25 +106,8 @@ impl Core {
         if members.len() < ReplicaId::COUNT && !self.waited_enough(members) {
             return;
         }
-        self.membership = membership;
+        self.set_membership(membership);
         self.start_promote(members);
-    }
-
-    /// The membership with the highest epoch, or the first one of a volume that never had any.
-    fn newest_membership(&self, greeted: ReplicaSet) -> Option<Membership> {
-        let newest = greeted.iter().filter_map(|id| Some(self.replica(id).welcome.as_ref()?.membership));
-        let newest = newest.max_by_key(|membership| membership.epoch)?;
-        if newest.epoch > 0 {
-            return Some(newest);
-        }
-        if greeted.len() < ReplicaId::COUNT {
-            return None;
-        }
-        let mut regions = [uuid::Uuid::nil(); ReplicaId::COUNT];
-        for id in greeted.iter() {
-            regions[id.index()] = self.replica(id).welcome.as_ref()?.region;
-        }
-        Some(Membership { epoch: 1, regions })
     }
 
     /// True once the wait for a third is over: short as a rule, long if all at hand may have lost writes with their power.
@@ -210,7 +193,9 @@ impl Core {
             return;
         }
         self.own_generations.insert(self.generation);
-        let rule = Rule::Reconcile { generation: self.generation };
+        let kept_power = |id| self.replica(id).welcome.as_ref().is_some_and(|welcome| !welcome.lost_power);
+        let complete = members.len() == ReplicaId::COUNT && members.iter().all(kept_power);
+        let rule = Rule::Reconcile { generation: self.generation, complete };
         let resync = Resync::new(rule, members, ReplicaSet::EMPTY, self.blocks, self.next_query);
         self.set_stage(Stage::Reconciling { resync });
         self.pump_resync(None);

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use newel_protocol::wire::{Reply, Request};
+use newel_protocol::wire::{Reply, Request, Welcome};
 
 /// Time since an arbitrary start, in nanoseconds. The shell reads a clock once per batch of events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -116,6 +116,14 @@ pub enum Event {
         reply: Reply,
         payload: Bytes,
     },
+    /// An operator gives this slot to another region, which introduced itself with `welcome` when the shell looked at it. It
+    /// is answered by [`Action::Replace`] at once.
+    Replace {
+        replica: ReplicaId,
+        welcome: Welcome,
+    },
+    /// An operator wants every block verified. Nothing happens if a pass is under way.
+    Scrub,
     /// Refuse new requests, finish what was admitted (at most until `within`), flush, then [`Action::Stopped`].
     Shutdown {
         within: Duration,
@@ -176,6 +184,11 @@ pub enum Action {
     GuestReply {
         guest: GuestId,
         reply: GuestReply,
+    },
+    /// The answer to [`Event::Replace`]. If it is `Ok`, every `Connect` of this replica from now on means the new address.
+    Replace {
+        replica: ReplicaId,
+        answer: Result<(), String>,
     },
     Log(LogEvent),
     /// Everything admitted is finished (after `Shutdown`), or this upstairs has no business on (fenced).

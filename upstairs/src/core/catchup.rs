@@ -1,8 +1,8 @@
 //! A joiner's way to Active, and what reconcile and catch-up share: carrying out the steps of a [`Resync`].
 //!
 //! The way: every change in the job table is sent again → digests, contexts and blocks are copied from an Active source →
-//! flush → `Activated` is stored → Active. The *join point* is the lowest number that the joiner is sent: whatever is older
-//! is acknowledged (it left the table) and is copied, whatever is not older arrives by itself.
+//! flush → `Activated` is stored → Active. Whatever is not in the table has left it, so the source has it; whatever is in the
+//! table arrives by itself.
 //!
 //! Invariants:
 //! - A joiner counts for nothing before it has stored `Activated` of the generation in force.
@@ -25,12 +25,7 @@ impl Core {
             CatchUp { stage: CatchUpStage::NoSource, started: self.now, copied: Progress::default() };
         self.replica_mut(id).link = Link::Up(Role::CatchingUp(Box::new(catch_up)));
         let changes = self.jobs.ids(|job| job.is_guest_change());
-        let join = changes.first().copied().unwrap_or(self.jobs.next_id());
-        self.log(
-            LogLevel::Info,
-            format!("replica {id} is catching up; it joins at {}.{join}", self.generation),
-        );
-        self.replica_mut(id).join = Version::new(self.generation, join.0);
+        self.log(LogLevel::Info, format!("replica {id} is catching up"));
         for job in changes {
             self.send_job(job, ReplicaSet::only(id));
         }
@@ -51,7 +46,7 @@ impl Core {
         let mut members = ReplicaSet::only(joiner);
         members.insert(source);
         let alternates = self.active().without(ReplicaSet::only(source));
-        let join = self.replica(joiner).join;
+        let join = Version::new(self.generation, 0);
         let rule = Rule::CatchUp { joiner, source, join };
         let resync = Resync::new(rule, members, alternates, self.blocks, self.next_query);
         if let Some(catch_up) = self.replica_mut(joiner).catch_up() {
@@ -182,6 +177,7 @@ impl Core {
             self.leave(id, format!("it stored generation {generation} as active, which is not in force"));
             return;
         }
+        self.note_stored(id);
         let now = self.now;
         let joined = match self.replica_mut(id).catch_up() {
             Some(CatchUp { stage: CatchUpStage::Storing, started, copied }) => {
@@ -231,7 +227,7 @@ impl Core {
         for joiner in ReplicaId::ALL {
             let Some(catch_up) = self.replica_mut(joiner).catch_up() else { continue };
             if let CatchUpStage::Copying(resync) = &mut catch_up.stage {
-                if resync.source() == Some(id) {
+                if resync.source() == Some(id) || resync.reads_from(id) {
                     catch_up.stage = CatchUpStage::NoSource;
                 } else {
                     resync.drop_alternate(id);

@@ -63,7 +63,13 @@ pub struct Timing {
     pub power_wait: Duration,
     /// I/O fails after waiting this long for a quorum; `None` waits for ever.
     pub quorum_timeout: Option<Duration>,
+    /// From the start of the process, and from the start of one pass over all blocks to that of the next; `None` leaves it to
+    /// the operator.
+    pub scrub_every: Option<Duration>,
 }
+
+/// A week: rot is found long before a second copy is likely to be lost, and one pass costs a fraction of that time.
+const SCRUB_EVERY: Duration = Duration::from_secs(7 * 24 * 3600);
 
 impl Default for Timing {
     fn default() -> Self {
@@ -78,6 +84,7 @@ impl Default for Timing {
             third_wait: Duration::from_millis(500),
             power_wait: Duration::from_secs(30),
             quorum_timeout: None,
+            scrub_every: Some(SCRUB_EVERY),
         }
     }
 }

@@ -39,7 +39,9 @@ pub(super) enum Purpose {
     ResyncStore { subject: Option<ReplicaId>, epoch: u64, extent: ExtentId },
     ResyncFlush { subject: Option<ReplicaId>, epoch: u64 },
     HealRead { target: ReplicaId, block: u64, tried: ReplicaSet },
-    HealStore { block: u64 },
+    HealStore { target: ReplicaId, block: u64 },
+    /// A look of the scrub, at all Active replicas at once.
+    ScrubRead { look: u64 },
 }
 
 /// What a read has collected so far.
@@ -121,7 +123,9 @@ pub(super) fn cost(op: &Op, payload: &Bytes) -> usize {
     const BASE: usize = 256;
     BASE + match op {
         Op::Read { range, mode } => match mode {
-            newel_protocol::wire::ReadMode::Contexts => range.count as usize * 17,
+            newel_protocol::wire::ReadMode::Contexts | newel_protocol::wire::ReadMode::Verify => {
+                range.count as usize * 17
+            }
             newel_protocol::wire::ReadMode::Data | newel_protocol::wire::ReadMode::Raw => range.bytes(),
         },
         Op::Write { .. } | Op::Zero { .. } | Op::Flush | Op::Store { .. } => payload.len(),
@@ -188,6 +192,15 @@ impl JobTable {
     /// True if this number belongs to a guest's change that is not acknowledged.
     pub(super) fn is_unacknowledged(&self, id: JobId) -> bool {
         self.get(id).is_some_and(|job| job.is_guest_change() && !job.settled)
+    }
+
+    /// True while a change or copy of this block is under way anywhere.
+    pub(super) fn is_being_changed(&self, block: u64) -> bool {
+        self.iter().any(|job| match &job.op {
+            Op::Write { range, .. } | Op::Zero { range, .. } => range.contains(block),
+            Op::Store { blocks, .. } => blocks.iter().any(|stored| stored.block == block),
+            Op::Read { .. } | Op::Flush => false,
+        })
     }
 
     fn index(&self, id: JobId) -> Option<usize> {

@@ -161,6 +161,7 @@ impl Core {
         self.clear_leads();
         self.catch_up_lost(id);
         self.forget_jobs_of(id);
+        self.scrub_lost(id);
         self.activation_lost(id);
         self.begin_copying();
         self.resend_reads();
@@ -339,11 +340,15 @@ impl Core {
             return;
         }
         if !self.is_member(self.membership, id) {
-            let region = self.replica(id).region.unwrap_or_default();
-            self.refused_for_good(id, format!("region {region} is not a member of this volume"));
+            if !self.is_taking_over(id) {
+                let reason = self.not_a_member(self.membership, id);
+                self.left(id, reason, REFUSED_RETRY);
+            }
             return;
         }
-        self.promote(id);
+        if self.may_join(id) {
+            self.promote(id);
+        }
     }
 
     pub(super) fn promote(&mut self, id: ReplicaId) {

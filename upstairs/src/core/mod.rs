@@ -11,7 +11,7 @@
 //!
 //! Files: [`jobs`] the table, [`requests`] from guest requests to jobs and back, [`replies`] from replica replies to
 //! acknowledgements, [`links`] connections and leaving, [`activation`] a new generation, [`resync`] making replicas equal,
-//! [`catchup`] a joiner's way to Active, [`heal`] bad blocks.
+//! [`catchup`] a joiner's way to Active, [`replace`] a new region in a slot, [`heal`] bad blocks, [`scrub`] finding them.
 
 pub mod api;
 pub mod config;
@@ -22,13 +22,17 @@ mod catchup;
 mod heal;
 mod jobs;
 mod links;
+mod replace;
 mod replica;
 mod replies;
 mod requests;
 mod resync;
+mod scrub;
 mod snapshot;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_admin;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
@@ -41,8 +45,10 @@ use activation::Activation;
 use api::{Action, Event, LogEvent, LogLevel, ReplicaId, ReplicaSet, StopReason, Time};
 use config::CoreConfig;
 use jobs::{Job, JobTable, Owner, ReadState};
+use replace::Replacing;
 use replica::Replica;
 use requests::Requests;
+use scrub::Scrub;
 
 /// Replicas that must agree: 2 of 3.
 pub const QUORUM: usize = 2;
@@ -64,6 +70,10 @@ pub struct Core {
     /// Generations that a quorum has promised to this process: nobody else was active under one of these.
     own_generations: BTreeSet<Generation>,
     membership: Membership,
+    /// True once two members are known to have stored it.
+    membership_held: bool,
+    replacing: Option<Replacing>,
+    scrub: Scrub,
     /// Zero until the first replicas were met.
     blocks: u64,
     /// Unsettled guest jobs and their bytes: what the volume's bound counts.
@@ -103,6 +113,9 @@ impl Core {
             highest_promised: Generation(0),
             own_generations: BTreeSet::new(),
             membership: Membership::default(),
+            membership_held: false,
+            replacing: None,
+            scrub: Scrub::new(now, config.timing.scrub_every),
             blocks: 0,
             open_jobs: 0,
             open_bytes: 0,
@@ -127,6 +140,8 @@ impl Core {
             Event::LinkUp { replica, link } => self.on_link_up(replica, link),
             Event::LinkDown { replica, link, reason } => self.on_link_down(replica, link, reason),
             Event::Reply { replica, link, reply, payload } => self.on_reply(replica, link, reply, payload),
+            Event::Replace { replica, welcome } => self.on_replace(replica, &welcome),
+            Event::Scrub => self.start_scrub(),
             Event::Shutdown { within } => self.on_shutdown(within),
             Event::Tick => {}
         }
@@ -152,7 +167,7 @@ impl Core {
         };
         let quorum = self.quorum_deadline();
         let stop = self.stopping.as_ref().map(|s| s.until);
-        links.chain(age).chain(phase).chain(quorum).chain(stop).min()
+        links.chain(age).chain(phase).chain(quorum).chain(stop).chain(self.scrub_deadline()).min()
     }
 
     /// The volume's size once it is known: from the first activation on.
@@ -175,8 +190,10 @@ impl Core {
             self.check_link_time(replica);
         }
         self.check_activation();
+        self.check_replace();
         self.check_quorum_timeout();
         self.check_stopping();
+        self.check_scrub();
     }
 
     fn on_shutdown(&mut self, within: Duration) {

@@ -8,7 +8,6 @@
 
 use std::time::Duration;
 
-use newel_protocol::Version;
 use newel_protocol::wire::Welcome;
 use uuid::Uuid;
 
@@ -76,8 +75,6 @@ pub(super) struct Replica {
     pub(super) region: Option<Uuid>,
     pub(super) queue_jobs: usize,
     pub(super) queue_bytes: usize,
-    /// Of a joiner: the first version that it is sent itself.
-    pub(super) join: Version,
     pub(super) last_heard: Time,
     ping: Ping,
     backoff: Duration,
@@ -113,7 +110,6 @@ impl Replica {
             region: None,
             queue_jobs: 0,
             queue_bytes: 0,
-            join: Version::NEVER,
             last_heard: now,
             ping: Ping::default(),
             backoff: Duration::ZERO,

@@ -281,25 +281,22 @@ impl Core {
             Purpose::HealRead { target, block, tried } => {
                 self.heal_with(target, block, tried, states, payload)
             }
-            Purpose::HealStore { block } => {
-                self.heals_in_flight = self.heals_in_flight.saturating_sub(1);
-                self.replica_mut(id).healed_blocks += 1;
-                self.log(LogLevel::Info, format!("replica {id}: block {block} healed"));
-            }
+            Purpose::HealStore { target, block } => self.heal_ended(target, block, true),
+            Purpose::ScrubRead { look } => self.on_scrub_read(id, look, states),
         }
     }
 
     /// An internal job went with its replica's link.
     pub(super) fn internal_lost(&mut self, purpose: Purpose) {
         match purpose {
-            Purpose::HealStore { .. } => self.heals_in_flight = self.heals_in_flight.saturating_sub(1),
+            Purpose::HealStore { target, block } => self.heal_ended(target, block, false),
             Purpose::HealRead { target, block, tried } => self.heal_from_next(target, block, tried),
-            // If it was asked of an alternate, the resync goes on without that one.
-            Purpose::ResyncRead { subject, epoch, extent, copy } => {
-                self.with_resync(subject, epoch, |resync| resync.on_read(extent, copy, &[], &Bytes::new()));
-            }
-            // The resync it belongs to is given up or begun again by its owner.
-            Purpose::ResyncStore { .. } | Purpose::ResyncFlush { .. } => {}
+            // What it belongs to is given up or begun again by its owner. A copy that can't be asked for is not a bad
+            // copy: taking it for one would declare lost what is only away.
+            Purpose::ResyncRead { .. }
+            | Purpose::ResyncStore { .. }
+            | Purpose::ResyncFlush { .. }
+            | Purpose::ScrubRead { .. } => {}
         }
     }
 }

@@ -8,13 +8,13 @@
 //! - A block is stored only after its data matched the checksum of the context it is stored under.
 //! - Reconcile: the highest verified version wins unless an unverified copy has a higher bound; then that copy's data is
 //!   adopted under (generation, 0) on all alike.
-//! - Catch-up: the joiner drops a copy if its own block is verified and at or above the join point. A source's version at
-//!   or above it is copied all the same: jobs end out of order, so a write above the join point may have left the job
-//!   table before the joiner came, and then nobody sends it.
+//! - Catch-up: a copy is dropped only if the joiner's own block is verified, of the generation in force, and at least as new.
+//!   What it holds of an older generation may be an orphan that nobody acknowledged, however high its version.
 //! - What is in flight is bounded: [`OPEN_EXTENTS`] extents, and a window of reads and stores.
 //!
 //! - A version that is known to have existed and has no good copy left anywhere is not replaced by an older one: its context
-//!   is stored without data, so that the block reads as an error until it is written again.
+//!   is stored without data, so that the block reads as an error until it is written again. What one of three replicas that
+//!   have all kept their power claims alone, and can't show, is not known to have existed: no quorum had executed it.
 //!
 //! The lowest bit of a digest says that its extent holds unverified blocks, so that equal damage on all replicas is seen.
 
@@ -39,7 +39,8 @@ const CATCH_UP_WINDOW: usize = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rule {
-    Reconcile { generation: Generation },
+    /// `complete`: all three take part and none has lost power.
+    Reconcile { generation: Generation, complete: bool },
     CatchUp { joiner: ReplicaId, source: ReplicaId, join: Version },
 }
 
@@ -168,6 +169,11 @@ impl Resync {
         (self.queue.len() + self.open.len()) as u64
     }
 
+    /// True if an answer of this replica is awaited.
+    pub(super) fn reads_from(&self, replica: ReplicaId) -> bool {
+        self.open.values().any(|open| open.reading.values().any(|copy| copy.source == replica))
+    }
+
     /// A catch-up's help for bad blocks has left.
     pub(super) fn drop_alternate(&mut self, replica: ReplicaId) {
         self.alternates.remove(replica);
@@ -276,7 +282,9 @@ impl Resync {
         let mut copies: VecDeque<Copy> = VecDeque::new();
         for &index in indices {
             let decision = match self.rule {
-                Rule::Reconcile { generation } => reconcile(&open.states, self.members, index, generation),
+                Rule::Reconcile { generation, complete } => {
+                    reconcile(&open.states, self.members, index, generation, complete)
+                }
                 Rule::CatchUp { joiner, source, join } => catch_up(&open.states, joiner, source, join, index),
             };
             let block = extent.first_block() + index as u64;
@@ -487,7 +495,13 @@ fn state_of(states: &States, replica: ReplicaId, index: usize) -> BlockState {
 }
 
 /// The winner of one block among up-to-date replicas, and who lacks it.
-fn reconcile(states: &States, members: ReplicaSet, index: usize, generation: Generation) -> Decision {
+fn reconcile(
+    states: &States,
+    members: ReplicaSet,
+    index: usize,
+    generation: Generation,
+    complete: bool,
+) -> Decision {
     let mut best: Option<(ReplicaId, BlockState)> = None;
     let mut bound: Option<(ReplicaId, BlockState)> = None;
     let mut lost: Option<(ReplicaId, BlockState)> = None;
@@ -501,6 +515,12 @@ fn reconcile(states: &States, members: ReplicaSet, index: usize, generation: Gen
         if place.is_none_or(|(_, other)| state.version > other.version) {
             *place = Some((replica, state));
         }
+    }
+    // What was acknowledged two of the three have executed. So what one alone claims and can't show was not, or is the work
+    // of a context that has rotted.
+    let claims = members.iter().filter(|&r| !state_of(states, r, index).is_verified()).count();
+    if complete && claims == 1 {
+        (bound, lost) = (None, None);
     }
     let version = |place: Option<(ReplicaId, BlockState)>| place.map(|(_, state)| state.version);
     if let Some((source, state)) = lost
@@ -542,7 +562,7 @@ fn reconcile(states: &States, members: ReplicaSet, index: usize, generation: Gen
 fn catch_up(states: &States, joiner: ReplicaId, source: ReplicaId, join: Version, index: usize) -> Decision {
     let theirs = state_of(states, source, index);
     let own = state_of(states, joiner, index);
-    let own_is_new = own.is_verified() && own.version >= join;
+    let own_is_new = own.is_verified() && own.version >= join.max(theirs.version);
     if own_is_new || (own == theirs && own.is_verified()) {
         return Decision::Equal;
     }

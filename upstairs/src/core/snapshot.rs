@@ -25,6 +25,8 @@ impl Core {
             guest_requests: self.requests.open(),
             oldest_request_us: self.oldest_request().map_or(0, |admitted| to_us(self.now.since(admitted))),
             replicas: ReplicaId::ALL.iter().map(|&id| self.replica_status(self.replica(id))).collect(),
+            membership_epoch: self.membership.epoch,
+            scrub: self.scrub.status(self.now),
         }
     }
 
@@ -43,6 +45,7 @@ impl Core {
             address: String::new(),
             region: replica.region.map(|region| region.to_string()).unwrap_or_default(),
             state: replica.state_name().into(),
+            member: self.membership_of(replica.id),
             reason: replica.reason.clone(),
             queue_jobs: replica.queue_jobs,
             queue_bytes: replica.queue_bytes,

@@ -17,6 +17,29 @@ pub struct Status {
     /// Age of the oldest request that was admitted and isn't answered.
     pub oldest_request_us: u64,
     pub replicas: Vec<ReplicaStatus>,
+    /// How often the members of the volume were set: 1, and one more for each replacement.
+    pub membership_epoch: u32,
+    pub scrub: ScrubStatus,
+}
+
+/// The pass under way, or the last one.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ScrubStatus {
+    pub running: bool,
+    /// Passes begun since the start of the process.
+    pub pass: u64,
+    pub extents_done: u64,
+    pub extents_total: u64,
+    /// Copies that were unreadable, or not what the other replicas hold.
+    pub blocks_bad: u64,
+    /// Those of them that were replaced by a good copy.
+    pub blocks_healed: u64,
+    /// Blocks of which no active replica has a good copy: they read as errors until they are written.
+    pub blocks_without_good_copy: u64,
+    pub started_s_ago: Option<u64>,
+    pub finished_s_ago: Option<u64>,
+    /// Until the next one begins by itself.
+    pub next_in_s: Option<u64>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -26,6 +49,9 @@ pub struct ReplicaStatus {
     pub region: String,
     /// `active`, `catching_up`, `connecting`, `left`.
     pub state: String,
+    /// False if the region at this address is none of the volume's, for example because it was replaced; not known before it
+    /// has introduced itself.
+    pub member: Option<bool>,
     /// Why it isn't active, if it isn't.
     pub reason: Option<String>,
     pub queue_jobs: usize,

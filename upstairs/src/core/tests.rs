@@ -19,27 +19,27 @@ use super::api::{
 };
 use super::config::{CoreConfig, Limits, Timing};
 
-const BLOCKS: u64 = 2500;
-const MS: u64 = 1_000_000;
+pub(super) const BLOCKS: u64 = 2500;
+pub(super) const MS: u64 = 1_000_000;
 
 #[derive(Debug)]
-struct Fake {
-    region: Uuid,
-    up: bool,
+pub(super) struct Fake {
+    pub(super) region: Uuid,
+    pub(super) up: bool,
     /// Stopped like a process by SIGSTOP: takes bytes, does nothing.
-    paused: bool,
-    link: Option<LinkId>,
-    inbox: VecDeque<(Request, Bytes)>,
-    blocks: BTreeMap<u64, (BlockState, Bytes)>,
-    promised: Generation,
-    last_active: Generation,
-    membership: Membership,
-    stored_blocks: usize,
+    pub(super) paused: bool,
+    pub(super) link: Option<LinkId>,
+    pub(super) inbox: VecDeque<(Request, Bytes)>,
+    pub(super) blocks: BTreeMap<u64, (BlockState, Bytes)>,
+    pub(super) promised: Generation,
+    pub(super) last_active: Generation,
+    pub(super) membership: Membership,
+    pub(super) stored_blocks: usize,
     in_use: bool,
 }
 
 impl Fake {
-    fn new(n: u128) -> Self {
+    pub(super) fn new(n: u128) -> Self {
         Self {
             region: Uuid::from_u128(n),
             up: true,
@@ -55,11 +55,11 @@ impl Fake {
         }
     }
 
-    fn state(&self, block: u64) -> BlockState {
+    pub(super) fn state(&self, block: u64) -> BlockState {
         self.blocks.get(&block).map(|(state, _)| *state).unwrap_or_default()
     }
 
-    fn set(&mut self, block: u64, version: Version, data: Option<Bytes>) {
+    pub(super) fn set(&mut self, block: u64, version: Version, data: Option<Bytes>) {
         let state = match &data {
             Some(data) => BlockState { version, crc: crc::crc(data), kind: BlockKind::Data },
             None => BlockState { version, crc: 0, kind: BlockKind::Zero },
@@ -134,7 +134,12 @@ impl Fake {
                     let state = self.state(block);
                     states.push(state);
                     let raw = mode == ReadMode::Raw && state.kind == BlockKind::Unverified;
-                    if (mode != ReadMode::Contexts && state.has_data()) || raw {
+                    if mode == ReadMode::Verify {
+                        let sound = !state.has_data() || crc::crc(&self.blocks[&block].1) == state.crc;
+                        let kind = if sound { state.kind } else { BlockKind::Unreadable };
+                        states.pop();
+                        states.push(BlockState { kind, ..state });
+                    } else if (mode != ReadMode::Contexts && state.has_data()) || raw {
                         data.extend_from_slice(&self.blocks[&block].1);
                     }
                 }
@@ -166,7 +171,7 @@ impl Fake {
             let data = state.has_data().then(|| payload.slice(at..at + BLOCK_BYTES));
             at += if state.has_data() { BLOCK_BYTES } else { 0 };
             let own = self.state(*block);
-            if !(own.is_verified() && own.version >= join) {
+            if !(own.is_verified() && own.version >= join.max(state.version)) {
                 self.stored_blocks += 1;
                 self.blocks.insert(*block, (*state, data.unwrap_or_default()));
             }
@@ -175,18 +180,19 @@ impl Fake {
 }
 
 #[derive(Debug)]
-struct World {
-    core: Core,
-    now: u64,
-    fakes: [Fake; 3],
+pub(super) struct World {
+    pub(super) core: Core,
+    pub(super) now: u64,
+    pub(super) fakes: [Fake; 3],
     events: VecDeque<Event>,
-    replies: BTreeMap<u64, GuestReply>,
+    pub(super) replies: BTreeMap<u64, GuestReply>,
     next_guest: u64,
     stopped: Option<StopReason>,
+    pub(super) replaced: Option<Result<(), String>>,
 }
 
 impl World {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self::with(CoreConfig {
             volume: Uuid::from_u128(99),
             upstairs: Uuid::from_u128(100),
@@ -204,7 +210,7 @@ impl World {
         })
     }
 
-    fn with(config: CoreConfig) -> Self {
+    pub(super) fn with(config: CoreConfig) -> Self {
         Self {
             core: Core::new(config, Time(0)),
             now: 0,
@@ -213,17 +219,18 @@ impl World {
             replies: BTreeMap::new(),
             next_guest: 1,
             stopped: None,
+            replaced: None,
         }
     }
 
-    fn serving() -> Self {
+    pub(super) fn serving() -> Self {
         let mut world = Self::new();
         world.run(1000);
         assert_eq!(world.core.status().state, "serving");
         world
     }
 
-    fn drain_actions(&mut self) {
+    pub(super) fn drain_actions(&mut self) {
         while let Some(action) = self.core.poll_action() {
             match action {
                 Action::Connect { replica, link } => {
@@ -253,6 +260,7 @@ impl World {
                 Action::GuestReply { guest, reply } => {
                     assert!(self.replies.insert(guest.0, reply).is_none(), "answered twice");
                 }
+                Action::Replace { answer, .. } => self.replaced = Some(answer),
                 Action::Log(_) => {}
                 Action::Stopped { reason } => self.stopped = Some(reason),
             }
@@ -260,7 +268,7 @@ impl World {
     }
 
     /// One message of this replica, if it has one and is able to.
-    fn step(&mut self, index: usize) -> bool {
+    pub(super) fn step(&mut self, index: usize) -> bool {
         let fake = &mut self.fakes[index];
         let Some(link) = fake.link.filter(|_| fake.up && !fake.paused) else { return false };
         let Some((request, payload)) = fake.inbox.pop_front() else { return false };
@@ -272,7 +280,7 @@ impl World {
         true
     }
 
-    fn settle(&mut self) {
+    pub(super) fn settle(&mut self) {
         loop {
             self.drain_actions();
             let mut busy = false;
@@ -290,7 +298,7 @@ impl World {
         }
     }
 
-    fn run(&mut self, ms: u64) {
+    pub(super) fn run(&mut self, ms: u64) {
         for _ in 0..ms.div_ceil(20) {
             self.core.handle(Time(self.now), Event::Tick);
             self.settle();
@@ -298,7 +306,7 @@ impl World {
         }
     }
 
-    fn submit(&mut self, op: GuestOp) -> u64 {
+    pub(super) fn submit(&mut self, op: GuestOp) -> u64 {
         let guest = self.next_guest;
         self.next_guest += 1;
         self.core.handle(Time(self.now), Event::Guest { guest: GuestId(guest), op });
@@ -306,23 +314,23 @@ impl World {
         guest
     }
 
-    fn done(&mut self, op: GuestOp) -> GuestReply {
+    pub(super) fn done(&mut self, op: GuestOp) -> GuestReply {
         let guest = self.submit(op);
         self.settle();
         self.replies.remove(&guest).expect("an answer")
     }
 
-    fn write(&mut self, offset: u64, data: &[u8]) {
+    pub(super) fn write(&mut self, offset: u64, data: &[u8]) {
         let op = GuestOp::Write { offset, data: Bytes::copy_from_slice(data), fua: false };
         assert!(matches!(self.done(op), GuestReply::Done));
     }
 
-    fn read(&mut self, offset: u64, length: u32) -> Vec<u8> {
+    pub(super) fn read(&mut self, offset: u64, length: u32) -> Vec<u8> {
         let reply = self.done(GuestOp::Read { offset, length });
         flat(&reply)
     }
 
-    fn kill(&mut self, index: usize) {
+    pub(super) fn kill(&mut self, index: usize) {
         self.fakes[index].up = false;
         self.fakes[index].inbox.clear();
         if let Some(link) = self.fakes[index].link.take() {
@@ -332,11 +340,11 @@ impl World {
         }
     }
 
-    fn states(&self) -> Vec<String> {
+    pub(super) fn states(&self) -> Vec<String> {
         self.core.status().replicas.into_iter().map(|r| r.state).collect()
     }
 
-    fn assert_converged(&mut self) {
+    pub(super) fn assert_converged(&mut self) {
         self.run(20_000);
         assert_eq!(self.states(), ["active", "active", "active"]);
         for block in 0..BLOCKS {

@@ -84,6 +84,7 @@ struct TimingTable {
     third_wait: Option<String>,
     power_wait: Option<String>,
     quorum_timeout: Option<String>,
+    scrub_every: Option<String>,
 }
 
 #[derive(Clone, Debug)]
@@ -153,12 +154,18 @@ fn read_file(path: &Path) -> Result<File> {
     toml::from_str(&text).with_context(|| format!("config file {}", path.display()))
 }
 
+/// Refuses what can't be a replica's address.
+pub(crate) fn check_replica(address: &str) -> Result<()> {
+    let port = address.rsplit_once(':').filter(|(host, _)| !host.is_empty()).map(|(_, port)| port.parse::<u16>());
+    if !matches!(port, Some(Ok(port)) if port > 0) {
+        bail!("{address:?} is no address of a replica: write HOST:PORT");
+    }
+    Ok(())
+}
+
 fn three(replicas: Vec<String>) -> Result<[String; ReplicaId::COUNT]> {
     for (index, replica) in replicas.iter().enumerate() {
-        let port = replica.rsplit_once(':').map(|(_, port)| port.parse::<u16>());
-        if !matches!(port, Some(Ok(port)) if port > 0) {
-            bail!("--replica {replica:?}: write HOST:PORT");
-        }
+        check_replica(replica).context("--replica")?;
         if replicas[..index].contains(replica) {
             bail!("--replica {replica:?} is given twice: a volume has three different replicas");
         }
@@ -227,6 +234,11 @@ impl TimingTable {
                 None | Some("never") => None,
                 Some(text) => Some(duration("quorum_timeout", Some(text), Duration::ZERO)?),
             },
+            scrub_every: match self.scrub_every.as_deref() {
+                None => d.scrub_every,
+                Some("never") => None,
+                Some(text) => Some(duration_within("scrub_every", text, SCRUB_MIN, SCRUB_MAX)?),
+            },
         };
         if timing.silence < timing.ping_every {
             bail!(
@@ -239,13 +251,20 @@ impl TimingTable {
 
 /// The longest time that any of these makes sense for.
 const DURATION_MAX: Duration = Duration::from_secs(24 * 3600);
+/// A scrub that begins anew every few seconds is a mistake, and one in more than a year is none at all.
+const SCRUB_MIN: Duration = Duration::from_secs(60);
+const SCRUB_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
 
 fn duration(key: &str, text: Option<&str>, default: Duration) -> Result<Duration> {
-    let Some(text) = text else { return Ok(default) };
+    text.map_or(Ok(default), |text| duration_within(key, text, Duration::from_millis(1), DURATION_MAX))
+}
+
+fn duration_within(key: &str, text: &str, low: Duration, high: Duration) -> Result<Duration> {
     let value = humantime::parse_duration(text)
         .with_context(|| format!("timing.{key} = {text:?}: write e.g. \"500ms\""))?;
-    if value < Duration::from_millis(1) || value > DURATION_MAX {
-        bail!("timing.{key} = {text:?}: it must lie between 1ms and 24h");
+    if value < low || value > high {
+        let (low, high) = (humantime::format_duration(low), humantime::format_duration(high));
+        bail!("timing.{key} = {text:?}: it must lie between {low} and {high}");
     }
     Ok(value)
 }

@@ -13,9 +13,10 @@ use std::rc::{Rc, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use newel_protocol::wire::{self, Reply};
+use newel_protocol::wire::{self, Reply, Welcome};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
 
 use super::guest::{ConnKey, GuestSink, Volume};
 use super::link::{self, LinkSink, Outbox};
@@ -23,12 +24,16 @@ use crate::core::Core;
 use crate::core::api::{Action, Event, GuestId, GuestOp, GuestReply, LinkId, LogEvent, LogLevel, ReplicaId};
 use crate::core::api::{StopReason, Time};
 use crate::core::config::CoreConfig;
-use crate::core::status::Status;
+use crate::core::status::{ScrubStatus, Status};
 
 #[derive(Debug)]
 pub(super) struct Driver {
     started: Instant,
-    addresses: [String; ReplicaId::COUNT],
+    /// A replacement changes one at run time.
+    addresses: RefCell<[String; ReplicaId::COUNT]>,
+    /// An address that waits for the core's word, and that word.
+    replacement: RefCell<Option<Replacement>>,
+    introduction: Introduction,
     name: String,
     inner: RefCell<Inner>,
     /// Guest requests of the batch under way.
@@ -40,6 +45,21 @@ pub(super) struct Driver {
     pub(super) changed: Notify,
     stopped: RefCell<Option<StopReason>>,
     weak: Weak<Self>,
+}
+
+/// How this process introduces itself to replicas.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Introduction {
+    pub(super) volume: Uuid,
+    pub(super) upstairs: Uuid,
+    /// How long a replica may take to answer.
+    pub(super) within: Duration,
+}
+
+#[derive(Debug)]
+struct Replacement {
+    address: String,
+    answer: Option<Result<(), String>>,
 }
 
 #[derive(Debug, Default)]
@@ -72,7 +92,13 @@ impl Driver {
     pub(super) fn new(config: CoreConfig, name: String, addresses: [String; ReplicaId::COUNT]) -> Rc<Self> {
         Rc::new_cyclic(|weak| Self {
             started: Instant::now(),
-            addresses,
+            addresses: RefCell::new(addresses),
+            replacement: RefCell::default(),
+            introduction: Introduction {
+                volume: config.volume,
+                upstairs: config.upstairs,
+                within: config.timing.handshake,
+            },
             name,
             inner: RefCell::new(Inner {
                 core: Core::new(config, Time(0)),
@@ -145,6 +171,14 @@ impl Driver {
                     link.cancel.cancel();
                 }
             }
+            Action::Replace { replica, answer } => {
+                if let Some(replacement) = self.replacement.borrow_mut().as_mut() {
+                    if answer.is_ok() {
+                        self.addresses.borrow_mut()[replica.index()].clone_from(&replacement.address);
+                    }
+                    replacement.answer = Some(answer);
+                }
+            }
             Action::Log(event) => self.log(&event),
             Action::Stopped { reason } => {
                 *self.stopped.borrow_mut() = Some(reason);
@@ -168,7 +202,8 @@ impl Driver {
     fn connect(&self, inner: &mut Inner, replica: ReplicaId, link: LinkId) {
         let open = OpenLink { outbox: Rc::default(), cancel: CancellationToken::new() };
         let sink = Rc::new(ReplicaSink { driver: self.weak.clone(), replica, link });
-        link::spawn(self.addresses[replica.index()].clone(), open.outbox.clone(), sink, open.cancel.clone());
+        let address = self.addresses.borrow()[replica.index()].clone();
+        link::spawn(address, open.outbox.clone(), sink, open.cancel.clone());
         if let Some(old) = inner.links[replica.index()].replace(open) {
             old.cancel.cancel();
         }
@@ -211,10 +246,33 @@ impl Driver {
         let mut status = inner.core.status();
         status.name.clone_from(&self.name);
         status.guest_connections = inner.sinks.len();
-        for (replica, address) in status.replicas.iter_mut().zip(&self.addresses) {
+        for (replica, address) in status.replicas.iter_mut().zip(&*self.addresses.borrow()) {
             replica.address.clone_from(address);
         }
         status
+    }
+
+    pub(super) fn introduction(&self) -> Introduction {
+        self.introduction
+    }
+
+    /// Gives this slot to the region that introduced itself with `welcome` at `address`, if the core agrees.
+    pub(super) fn replace(
+        &self,
+        replica: ReplicaId,
+        address: String,
+        welcome: Welcome,
+    ) -> Result<(), String> {
+        *self.replacement.borrow_mut() = Some(Replacement { address, answer: None });
+        self.event(Event::Replace { replica, welcome });
+        let answer = self.replacement.take().and_then(|replacement| replacement.answer);
+        answer.unwrap_or_else(|| Err("this upstairs has stopped".to_owned()))
+    }
+
+    /// Begins a pass of the scrub unless one is under way, and tells about it.
+    pub(super) fn scrub(&self) -> ScrubStatus {
+        self.event(Event::Scrub);
+        self.inner.borrow().core.status().scrub
     }
 
     /// The volume's size once it is served.

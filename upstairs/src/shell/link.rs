@@ -13,7 +13,9 @@ use std::rc::Rc;
 
 use bytes::{Buf, Bytes, BytesMut};
 use newel_protocol::wire::{Decoder, Frame, Reply};
+use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpStream;
+use tokio::net::tcp::{ReadHalf, WriteHalf};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
@@ -52,7 +54,7 @@ impl Outbox {
     }
 
     /// Writes as much as the socket takes.
-    fn write_some(&self, stream: &TcpStream) -> io::Result<()> {
+    fn write_some(&self, stream: &WriteHalf<'_>) -> io::Result<()> {
         let mut queue = self.queue.borrow_mut();
         while !queue.is_empty() {
             let slices: Vec<IoSlice<'_>> =
@@ -96,30 +98,40 @@ pub(super) fn spawn(address: String, outbox: Rc<Outbox>, sink: Rc<dyn LinkSink>,
 }
 
 async fn run(address: &str, outbox: &Outbox, sink: &dyn LinkSink) -> Result<(), String> {
-    let stream = TcpStream::connect(address).await.map_err(|error| format!("can't connect: {error}"))?;
+    let mut stream = TcpStream::connect(address).await.map_err(|error| format!("can't connect: {error}"))?;
     stream.set_nodelay(true).map_err(|error| format!("can't set TCP_NODELAY: {error}"))?;
+    without_pacing(&stream);
     sink.up();
+    let (reader, writer) = stream.split();
     tokio::select! {
-        read = read_loop(&stream, sink) => read,
-        written = write_loop(&stream, outbox) => written.map_err(|error| format!("write failed: {error}")),
+        read = read_loop(reader, sink) => read,
+        written = write_loop(&writer, outbox) => written.map_err(|error| format!("write failed: {error}")),
     }
 }
 
-async fn read_loop(stream: &TcpStream, sink: &dyn LinkSink) -> Result<(), String> {
+/// Within a host there is no path to be gentle with, and a congestion control that paces (bbr) wakes a timer for every reply.
+fn without_pacing(stream: &TcpStream) {
+    if stream.peer_addr().is_ok_and(|peer| peer.ip().is_loopback())
+        && let Err(error) = rustix::net::sockopt::set_tcp_congestion(stream, "cubic")
+    {
+        tracing::debug!(%error, "the congestion control stays as it is");
+    }
+}
+
+async fn read_loop(mut stream: ReadHalf<'_>, sink: &dyn LinkSink) -> Result<(), String> {
     let mut buffer = BytesMut::with_capacity(READ_BYTES);
     let mut decoder = Decoder::default();
     let mut batch = Vec::new();
     loop {
-        stream.readable().await.map_err(|error| error.to_string())?;
         let missing = decoder.wanted().saturating_sub(buffer.len());
         if buffer.capacity() - buffer.len() < missing.max(READ_BYTES / 8) {
             buffer.reserve(missing.max(READ_BYTES));
         }
-        match stream.try_read_buf(&mut buffer) {
+        // Not `try_read`: after a short read this one knows that the socket is empty and asks no second time.
+        match stream.read_buf(&mut buffer).await {
             Ok(0) if buffer.is_empty() => return Ok(()),
             Ok(0) => return Err("the replica closed the connection in mid-frame".into()),
             Ok(_) => {}
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
             Err(error) => return Err(format!("read failed: {error}")),
         }
         let mut bad = None;
@@ -143,7 +155,7 @@ async fn read_loop(stream: &TcpStream, sink: &dyn LinkSink) -> Result<(), String
     }
 }
 
-async fn write_loop(stream: &TcpStream, outbox: &Outbox) -> io::Result<()> {
+async fn write_loop(stream: &WriteHalf<'_>, outbox: &Outbox) -> io::Result<()> {
     loop {
         outbox.filled().await;
         match outbox.write_some(stream) {

@@ -2,6 +2,7 @@
 //!
 //! It moves events in and actions out, on one reactor thread, and decides nothing about order, quorum, retry or throttling.
 
+mod admin;
 pub mod cli;
 mod config;
 mod driver;

@@ -1,26 +1,25 @@
-//! The status over HTTP: `GET /status` answers with [`Status`] as JSON.
+//! The status over HTTP: `GET /status` answers with [`Status`] as JSON. `POST` is for operators, see [`super::admin`].
 //!
 //! Invariants:
-//! - Read only. A slow or silent reader holds up nothing: the status is taken by the reactor in one go.
+//! - A slow or silent reader holds up nothing: the reactor answers each question in one go.
 //! - A TCP address that other hosts can reach is refused like any other plaintext listener.
 
 use std::rc::Rc;
 
-use axum::extract::State;
-use axum::http::StatusCode;
-use axum::response::{IntoResponse, Response};
-use axum::routing::get;
+use axum::extract::{DefaultBodyLimit, State};
+use axum::routing::{get, post};
 use axum::{Json, Router};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 
+use super::admin::{self, Ask, Asker, Refused};
 use super::driver::Driver;
 use super::nbd::{BindError, ListenAddr, Listeners};
 use crate::core::status::Status;
 
-/// Status requests that may wait for the reactor at once.
+/// Questions that may wait for the reactor at once.
 const WAITING_MAX: usize = 64;
-
-type Questions = mpsc::Sender<oneshot::Sender<Status>>;
+/// What an operator may send: a number and an address.
+const BODY_BYTES_MAX: usize = 4096;
 
 pub(super) fn bind(address: &ListenAddr, allow_plaintext: bool) -> Result<Listeners, BindError> {
     Listeners::bind(std::slice::from_ref(address), allow_plaintext)
@@ -28,12 +27,24 @@ pub(super) fn bind(address: &ListenAddr, allow_plaintext: bool) -> Result<Listen
 
 /// Answers until the process ends.
 pub(super) async fn serve(listeners: Listeners, driver: Rc<Driver>) -> std::io::Result<()> {
-    let (questions, mut asked) = mpsc::channel::<oneshot::Sender<Status>>(WAITING_MAX);
-    let app = Router::new().route("/status", get(status)).with_state(questions);
+    let (asks, mut asked) = mpsc::channel(WAITING_MAX);
+    let admin = admin::is_local(&listeners.addrs());
+    let app = Router::new()
+        .route("/status", get(status))
+        .route("/replace", post(admin::replace))
+        .route("/scrub", post(admin::scrub))
+        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .with_state(Asker { asks, introduction: driver.introduction(), admin });
     let answering = async {
-        while let Some(question) = asked.recv().await {
+        while let Some(ask) = asked.recv().await {
             // Whoever asked may have hung up by now.
-            drop(question.send(driver.status()));
+            match ask {
+                Ask::Status(answer) => drop(answer.send(driver.status())),
+                Ask::Replace { replica, address, welcome, answer } => {
+                    drop(answer.send(driver.replace(replica, address, welcome)));
+                }
+                Ask::Scrub(answer) => drop(answer.send(driver.scrub())),
+            }
         }
     };
     tokio::select! {
@@ -42,13 +53,6 @@ pub(super) async fn serve(listeners: Listeners, driver: Rc<Driver>) -> std::io::
     }
 }
 
-async fn status(State(questions): State<Questions>) -> Response {
-    let (question, answer) = oneshot::channel();
-    if questions.try_send(question).is_err() {
-        return (StatusCode::SERVICE_UNAVAILABLE, "too many status requests at once\n").into_response();
-    }
-    match answer.await {
-        Ok(status) => Json(status).into_response(),
-        Err(_) => (StatusCode::SERVICE_UNAVAILABLE, "shutting down\n").into_response(),
-    }
+async fn status(State(asker): State<Asker>) -> Result<Json<Status>, Refused> {
+    Ok(Json(asker.ask(Ask::Status).await?))
 }

@@ -19,11 +19,13 @@ mod write;
 #[cfg(test)]
 mod tests;
 
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use newel_protocol::wire::StageTimes;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 
 use self::queue::{Queue, Queued};
 use super::error::RegionError;
@@ -57,6 +59,9 @@ pub struct Pool {
     flushes: Arc<Queue>,
     metadata: Arc<Queue>,
     sink: Arc<Sink>,
+    /// Whose completions the reactor takes itself, when `completions` says that there are some.
+    write_lane: Option<Arc<write::Lane>>,
+    completions: OwnedFd,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -70,21 +75,28 @@ impl Pool {
     pub fn start(region: Arc<Region>, options: PoolOptions, wake: Wake) -> Result<Self, RegionError> {
         let depth = options.depth.clamp(1, MAX_DEPTH);
         let queue = || Arc::new(Queue::new(options.max_queued));
+        let eventfd = || -> std::io::Result<OwnedFd> {
+            Ok(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
+        };
+        let fail = |source| RegionError::Thread { name: "an eventfd", source };
+        let completions = eventfd().map_err(fail)?;
+        let raised = completions.try_clone().map_err(fail)?;
         let mut pool = Self {
             writes: queue(),
             reads: queue(),
             flushes: queue(),
             metadata: queue(),
             sink: Arc::new(Sink { done: Mutex::new(Vec::new()), wake }),
-            threads: Vec::with_capacity(6),
+            write_lane: None,
+            completions,
+            threads: Vec::with_capacity(5),
         };
         // Whatever was started before an error stops as the pool is dropped.
-        let writes = write::Lane::new(&region, &pool.writes, &pool.sink, depth)?;
-        // The thread that submits comes first: as it ends it tells the other one to.
-        let submitter = Arc::clone(&writes);
-        pool.spawn("newel-w", move || submitter.run())?;
-        pool.spawn("newel-wc", move || writes.reap())?;
+        let writes = write::Lane::new(&region, &pool.writes, &pool.sink, depth, raised)?;
+        pool.write_lane = Some(Arc::clone(&writes));
+        pool.spawn("newel-w", move || writes.run())?;
         let reads = read::Lane::new(&region, &pool.reads, &pool.sink, depth)?;
+        // The thread that submits comes first: as it ends it tells the other one to.
         let submitter = Arc::clone(&reads);
         pool.spawn("newel-r", move || submitter.run())?;
         pool.spawn("newel-rc", move || reads.reap())?;
@@ -125,9 +137,18 @@ impl Pool {
         }
     }
 
-    /// Moves all results there are behind what `into` holds.
+    /// Moves all results there are behind what `into` holds. Never blocks.
     pub fn completed(&self, into: &mut Vec<DiskDone>) {
+        if let Some(lane) = &self.write_lane {
+            lane.poll(into);
+        }
         into.append(&mut lock(&self.sink.done));
+    }
+
+    /// An eventfd that the kernel raises when it has completed writes: like the wake, it says that there are results. It
+    /// saves the wake-up of a thread between the device and the reactor.
+    pub fn completion_fd(&self) -> BorrowedFd<'_> {
+        self.completions.as_fd()
     }
 
     /// Finishes what was handed in and ends the threads; results not yet taken can't be any more.
@@ -136,11 +157,31 @@ impl Pool {
     }
 }
 
+impl Pool {
+    /// The writing thread may wait for room in its ring, which nobody but us makes.
+    fn take_last_completions(&self) {
+        /// How long its end may go unnoticed; a completion is noticed at once.
+        const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
+        let running = || self.threads.first().is_some_and(|thread| !thread.is_finished());
+        let mut scrap = Vec::new();
+        while running() {
+            self.completed(&mut scrap);
+            scrap.clear();
+            let mut raised = [PollFd::new(&self.completions, PollFlags::IN)];
+            if rustix::event::poll(&mut raised, Some(&LOOK_EVERY)).is_ok() {
+                // Lowered, so that the next look waits. It does not block, and may have nothing to read.
+                rustix::io::read(&self.completions, &mut [0; 8]).ok();
+            }
+        }
+    }
+}
+
 impl Drop for Pool {
     fn drop(&mut self) {
         for queue in [&self.writes, &self.reads, &self.flushes, &self.metadata] {
             queue.stop();
         }
+        self.take_last_completions();
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
                 tracing::error!("a thread of the disk pool had died");

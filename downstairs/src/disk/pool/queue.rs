@@ -27,6 +27,8 @@ struct State {
     queued: Vec<Queued>,
     sleeping: bool,
     stopping: bool,
+    /// The thread has something else to look at.
+    nudged: bool,
 }
 
 impl Queue {
@@ -51,10 +53,19 @@ impl Queue {
         }
     }
 
+    /// Wakes the thread although nothing is queued: [`Self::take`] then gives out nothing.
+    pub(super) fn nudge(&self) {
+        let mut state = lock(&self.state);
+        state.nudged = true;
+        state.sleeping = false;
+        drop(state);
+        self.ready.notify_one();
+    }
+
     /// Waits for commands and takes them all; `into` must be empty. False at the end.
     pub(super) fn take(&self, into: &mut Vec<Queued>) -> bool {
         let mut state = lock(&self.state);
-        while state.queued.is_empty() {
+        while state.queued.is_empty() && !std::mem::take(&mut state.nudged) {
             if state.stopping {
                 return false;
             }

@@ -42,7 +42,7 @@ impl Lane {
     ) -> Result<Arc<Self>, RegionError> {
         let storage = region.storage();
         let fail = |source| RegionError::Aio { path: storage.path().display().to_string(), depth, source };
-        let ring = storage.direct_fd().and_then(|file| Ring::new(file, depth)).map_err(fail)?;
+        let ring = storage.direct_fd().and_then(|file| Ring::new(file, depth, None)).map_err(fail)?;
         Ok(Arc::new(Self {
             region: Arc::clone(region),
             queue: Arc::clone(queue),

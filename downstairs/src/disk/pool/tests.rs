@@ -1,5 +1,4 @@
 use std::path::PathBuf;
-use std::sync::mpsc::{Receiver, sync_channel};
 
 use bytes::Bytes;
 use newel_protocol::crc::block_crcs;
@@ -23,7 +22,6 @@ struct Rig {
     path: PathBuf,
     region: Arc<Region>,
     pool: Option<Pool>,
-    woken: Receiver<()>,
     next: u64,
 }
 
@@ -40,13 +38,11 @@ impl Rig {
         };
         create_region(&options, &|_, _, _| {}).unwrap();
         let (region, _) = Region::open(&path, &OpenOptions::default()).unwrap();
-        let (wake, woken) = sync_channel(1);
-        let wake = Arc::new(move || {
-            wake.try_send(()).ok();
-        });
+        // These tests look all the time, and need no waking.
+        let wake = Arc::new(|| {});
         let options = PoolOptions { depth, max_queued: 1000 };
         let pool = Some(Pool::start(Arc::clone(&region), options, wake).unwrap());
-        Self { _directory: directory, path, region, pool, woken, next: 0 }
+        Self { _directory: directory, path, region, pool, next: 0 }
     }
 
     fn run(&mut self, kinds: Vec<DiskOp>) -> Vec<DiskDone> {
@@ -60,8 +56,8 @@ impl Rig {
         assert!(commands.is_empty());
         let mut done = Vec::new();
         while done.len() < count {
-            self.woken.recv().unwrap();
             pool.completed(&mut done);
+            std::thread::yield_now();
         }
         done.sort_by_key(|done| done.op);
         assert!(done.iter().map(|done| done.op.0).eq(first..self.next), "each once");

@@ -1,14 +1,20 @@
-//! The write lane: one thread plans and submits, one takes completions and writes contexts.
+//! The write lane: one thread plans, submits and writes contexts; the reactor takes completions.
 //!
 //! Invariants:
-//! - Contexts are written only after all data of their operation was, and the answer follows them.
+//! - Contexts are written once the kernel has taken the data, while the device works. The kernel carries out what it has
+//!   taken even if this process dies, so a context never stands over data that will not come, short of an I/O error or a
+//!   power cut; both leave the block unverified. `downstairs/README.md` has the argument.
+//! - The answer follows both, the data and the contexts.
+//! - What the reactor does here touches neither the disk nor the context table: it only counts. Whatever is not a plain
+//!   success goes back to the lane's thread.
 //! - Adjacent data that waits together goes out as one request of up to 1 MiB.
 //! - If a request fails that several operations share, each is tried alone: only those at fault fail.
 //! - A short write is completed or fails; it never counts as done.
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -19,7 +25,7 @@ use newel_protocol::wire::ZeroMode;
 use super::queue::{Queue, Queued};
 use super::{Sink, done};
 use crate::core::api::{DiskDone, DiskError, DiskOp, DiskOutcome, OpId};
-use crate::disk::aio::{Batch, Completion, Payload, Request, Ring};
+use crate::disk::aio::{Batch, Completion, Events, Payload, Request, Ring};
 use crate::disk::change::Change;
 use crate::disk::error::RegionError;
 use crate::disk::file::Region;
@@ -34,41 +40,41 @@ pub(super) struct Lane {
     queue: Arc<Queue>,
     sink: Arc<Sink>,
     ring: Ring<Parts>,
+    /// Of the reactor.
+    polled: Mutex<(Events, Vec<Completion<Parts>>)>,
+    /// Parts that did not simply succeed, for the lane's thread.
+    repairs: Mutex<Vec<(Part, Instant)>>,
 }
 
-/// An operation whose data is under way.
+/// An operation under way. It ends when all its pieces and its contexts have.
 struct Job {
     op: OpId,
     change: Change,
     data: Bytes,
     arrived: Instant,
+    /// Pieces of data that have not ended, and one for the contexts.
+    left: AtomicUsize,
+    contexts_written: AtomicBool,
+    fate: Mutex<Fate>,
+}
+
+#[derive(Default)]
+struct Fate {
     /// When the kernel had taken its data, the last piece if there are several.
     submitted: Option<Instant>,
     error: Option<DiskError>,
 }
 
-/// What a request is part of.
-enum Part {
-    /// All the data of an operation.
-    Whole(Box<Job>),
-    /// One of several pieces of an operation; the last to end takes the operation out.
-    Piece(Arc<Shared>, usize),
+/// One piece of a job's data.
+struct Part {
+    job: Arc<Job>,
+    piece: usize,
 }
-
-struct Shared {
-    job: Mutex<Option<Box<Job>>>,
-    left: AtomicUsize,
-}
-
-/// Boxed, as a job moves from thread to thread and from list to list.
-type Jobs = Vec<Box<Job>>;
 
 enum Parts {
     One(Part),
     /// In the order of their blocks.
     Many(Vec<Part>),
-    /// Nothing: it tells the reaper that no more will come.
-    Last,
 }
 
 /// Data on its way into a request.
@@ -84,43 +90,60 @@ impl Lane {
         queue: &Arc<Queue>,
         sink: &Arc<Sink>,
         depth: u32,
+        eventfd: OwnedFd,
     ) -> Result<Arc<Self>, RegionError> {
         let storage = region.storage();
         let fail = |source| RegionError::Aio { path: storage.path().display().to_string(), depth, source };
-        let ring = storage.direct_fd().and_then(|file| Ring::new(file, depth)).map_err(fail)?;
+        let ring =
+            storage.direct_fd().and_then(|file| Ring::new(file, depth, Some(eventfd))).map_err(fail)?;
+        let polled = Mutex::new((ring.events(), Vec::new()));
         Ok(Arc::new(Self {
             region: Arc::clone(region),
             queue: Arc::clone(queue),
             sink: Arc::clone(sink),
             ring,
+            polled,
+            repairs: Mutex::default(),
         }))
     }
 
-    /// The submitting thread.
+    /// The lane's thread.
     pub(super) fn run(&self) {
         let mut queued = Vec::new();
         let mut ready: Vec<Ready> = Vec::new();
         let mut requests = VecDeque::new();
         let (mut batch, mut refused) = (Batch::default(), Vec::new());
+        let mut jobs = Vec::new();
         while self.queue.take(&mut queued) {
-            let mut without_data = Vec::new();
+            self.repair();
             for Queued { command, at } in queued.drain(..) {
-                self.plan(command.op, command.kind, at, &mut ready, &mut without_data);
+                jobs.extend(self.plan(command.op, command.kind, at, &mut ready));
             }
-            self.settle(without_data);
             self.merge(&mut ready, &mut requests);
             while !requests.is_empty() {
                 self.ring.submit(&mut requests, &mut batch, &mut refused);
             }
-            self.complete(&mut refused);
+            let now = Instant::now();
+            let failed = refused.drain(..).flat_map(|Completion { user, .. }| user.into_parts());
+            lock(&self.repairs).extend(failed.map(|part| (part, now)));
+            self.write_contexts(&mut jobs);
+            self.repair();
         }
-        // The reaper waits in the kernel: a read of nothing but this message wakes it.
-        let payload = Payload::Read(self.region.storage().buffers.take(4096));
-        requests.push_back(Request { offset: 0, payload, user: Parts::Last });
-        self.ring.submit(&mut requests, &mut batch, &mut refused);
+        self.run_out();
     }
 
-    fn plan(&self, op: OpId, kind: DiskOp, arrived: Instant, ready: &mut Vec<Ready>, no_data: &mut Jobs) {
+    /// The end: what is in flight is waited for here, since the reactor no longer looks.
+    fn run_out(&self) {
+        let (mut events, mut completions, mut done) = (self.ring.events(), Vec::new(), Vec::new());
+        while !self.ring.is_idle() && self.ring.wait(&mut events, &mut completions).is_ok() {
+            self.take(&mut completions, &mut done);
+            self.repair();
+        }
+        self.repair();
+        self.sink.push(done);
+    }
+
+    fn plan(&self, op: OpId, kind: DiskOp, arrived: Instant, ready: &mut Vec<Ready>) -> Option<Arc<Job>> {
         let (change, data) = match kind {
             DiskOp::Write { range, version, crcs, data } => {
                 (self.region.plan_write(range, version, &crcs, data.len()), data)
@@ -147,34 +170,24 @@ impl Lane {
             Err(error) => {
                 let now = Instant::now();
                 self.sink.push(vec![done(op, Err(error), arrived, now, now)]);
-                return;
+                return None;
             }
         };
-        let mut job = Box::new(Job { op, change, data, arrived, submitted: None, error: None });
-        match job.change.pieces.as_slice() {
-            [] => no_data.push(job),
-            [piece] => {
-                let (range, data) = (piece.range, slice(&job.data, &piece.bytes));
-                ready.push(Ready { range, data, part: Part::Whole(job) });
-            }
-            _ => {
-                let pieces = job.change.pieces.clone();
-                let data = std::mem::take(&mut job.data);
-                let shared =
-                    Arc::new(Shared { job: Mutex::new(Some(job)), left: AtomicUsize::new(pieces.len()) });
-                for (index, piece) in pieces.iter().enumerate() {
-                    let data = slice(&data, &piece.bytes);
-                    ready.push(Ready {
-                        range: piece.range,
-                        data,
-                        part: Part::Piece(Arc::clone(&shared), index),
-                    });
-                }
-                if let Some(job) = lock(&shared.job).as_mut() {
-                    job.data = data;
-                }
-            }
-        }
+        let job = Arc::new(Job {
+            op,
+            left: AtomicUsize::new(change.pieces.len() + 1),
+            change,
+            data,
+            arrived,
+            contexts_written: AtomicBool::new(false),
+            fate: Mutex::default(),
+        });
+        ready.extend(job.change.pieces.iter().enumerate().map(|(piece, place)| Ready {
+            range: place.range,
+            data: slice(&job.data, &place.bytes),
+            part: Part { job: Arc::clone(&job), piece },
+        }));
+        Some(job)
     }
 
     fn zeros(&self, bytes: usize) -> Bytes {
@@ -230,126 +243,138 @@ impl Lane {
         Some(Request { offset, payload, user: Parts::Many(run.drain(..).map(|ready| ready.part).collect()) })
     }
 
-    /// The thread that takes completions.
-    pub(super) fn reap(&self) {
-        let mut events = self.ring.events();
-        let mut completions = Vec::new();
-        loop {
-            if let Err(error) = self.ring.wait(&mut events, &mut completions) {
-                // Nothing will complete any more; only a kernel that took our ring away says so.
-                self.region.fail(DiskError::Io { operation: "io_getevents", message: error.to_string() });
-                return;
-            }
-            if self.complete(&mut completions) {
-                break;
-            }
-        }
-        // Writes submitted before the last message may end after it.
-        while !self.ring.is_idle() && self.ring.wait(&mut events, &mut completions).is_ok() {
-            self.complete(&mut completions);
-        }
-    }
-
-    /// Finishes operations whose data has all been written. True if the last message was among them.
-    fn complete(&self, completions: &mut Vec<Completion<Parts>>) -> bool {
-        let mut last = false;
-        let mut jobs = Vec::with_capacity(completions.len());
-        for completion in completions.drain(..) {
-            let whole = completion.payload.len();
-            let parts = match completion.user {
-                Parts::Last => {
-                    last = true;
-                    continue;
-                }
-                Parts::One(part) => [part].into_iter().chain(Vec::new()),
-                Parts::Many(mut parts) => {
-                    let rest = parts.split_off(1.min(parts.len()));
-                    let Some(first) = parts.pop() else { continue };
-                    [first].into_iter().chain(rest)
-                }
-            };
-            let at = completion.submitted;
-            match completion.result {
-                Ok(written) if written == whole => jobs.extend(parts.filter_map(|part| part.end(None, at))),
-                Ok(written) => {
-                    tracing::warn!(
-                        "{}: {written} of {whole} bytes were written; trying again",
-                        self.region.name
-                    );
-                    jobs.extend(parts.filter_map(|part| self.again(part, at)));
-                }
-                Err(error) => {
-                    tracing::warn!(
-                        "{}: a write of {whole} bytes failed ({error}); trying again",
-                        self.region.name
-                    );
-                    jobs.extend(parts.filter_map(|part| self.again(part, at)));
-                }
-            }
-        }
-        self.settle(jobs);
-        last
-    }
-
-    /// Contexts and answers of operations whose data is written, or could not be.
-    fn settle(&self, jobs: Jobs) {
+    /// Contexts of the jobs just submitted, while the device works on their data.
+    fn write_contexts(&self, jobs: &mut Vec<Arc<Job>>) {
         if jobs.is_empty() {
             return;
         }
-        let mut changes = Vec::with_capacity(jobs.len());
-        changes.extend(jobs.iter().filter(|job| job.error.is_none()).map(|job| &job.change));
-        let finished = if changes.is_empty() { Ok(()) } else { self.region.finish(&changes) };
-        let now = Instant::now();
-        let answer = |job: Box<Job>| -> DiskDone {
-            let result = match job.error {
-                None => finished.clone(),
-                Some(error) => self.region.abort(&job.change).and(Err(error)),
-            };
-            done(job.op, result.map(|()| DiskOutcome::Done), job.arrived, job.submitted.unwrap_or(now), now)
-        };
-        self.sink.push(jobs.into_iter().map(answer).collect());
+        let changes: Vec<&Change> = jobs.iter().map(|job| &job.change).collect();
+        let written = self.region.finish(&changes);
+        let mut ended = Vec::with_capacity(jobs.len());
+        for job in jobs.drain(..) {
+            match &written {
+                Ok(()) => job.contexts_written.store(true, Ordering::Release),
+                Err(error) => job.fail(error.clone()),
+            }
+            if job.one_ended() {
+                ended.push(self.answer(&job));
+            }
+        }
+        self.sink.push(ended);
     }
 
-    /// Writes a part by itself, on this thread.
-    fn again(&self, part: Part, at: Instant) -> Option<Box<Job>> {
-        let (range, data) = part.data()?;
-        let offset = self.region.layout().block_offset(range.start);
-        let result = self.region.storage().write_direct(offset, &data);
-        let error =
-            result.err().map(|error| self.region.error("a write", &format_args!("blocks {range}"), &error));
-        part.end(error, at)
+    /// Takes what the kernel has completed. Called by the reactor: neither waits nor touches the disk.
+    pub(super) fn poll(&self, into: &mut Vec<DiskDone>) {
+        let mut polled = lock(&self.polled);
+        let (events, completions) = &mut *polled;
+        if let Err(error) = self.ring.poll(events, completions) {
+            // Nothing will complete any more; only a kernel that took our ring away says so.
+            self.region.fail(DiskError::Io { operation: "io_getevents", message: error.to_string() });
+            return;
+        }
+        if self.take(completions, into) {
+            self.queue.nudge();
+        }
+    }
+
+    /// Counts completions; true if there is something to repair.
+    fn take(&self, completions: &mut Vec<Completion<Parts>>, into: &mut Vec<DiskDone>) -> bool {
+        let mut repair = Vec::new();
+        for Completion { payload, user, result, submitted } in completions.drain(..) {
+            let whole = payload.len();
+            if matches!(result, Ok(written) if written == whole) {
+                for part in user.into_parts() {
+                    let job = part.job;
+                    lock(&job.fate).submitted.replace(submitted);
+                    if job.one_ended() {
+                        if lock(&job.fate).error.is_some() {
+                            // Its contexts have to be taken back, which is the disk's business.
+                            job.left.store(1, Ordering::Release);
+                            repair.push((Part { job, piece: usize::MAX }, submitted));
+                        } else {
+                            into.push(self.answer(&job));
+                        }
+                    }
+                }
+                continue;
+            }
+            let name = &self.region.name;
+            match result {
+                Ok(written) => {
+                    tracing::warn!("{name}: {written} of {whole} bytes were written; trying again")
+                }
+                Err(error) => {
+                    tracing::warn!("{name}: a write of {whole} bytes failed ({error}); trying again")
+                }
+            }
+            repair.extend(user.into_parts().map(|part| (part, submitted)));
+        }
+        let found = !repair.is_empty();
+        lock(&self.repairs).append(&mut repair);
+        found
+    }
+
+    /// Tries parts that did not succeed by themselves, on this thread.
+    fn repair(&self) {
+        let parts = std::mem::take(&mut *lock(&self.repairs));
+        let mut ended = Vec::new();
+        for (Part { job, piece }, submitted) in parts {
+            // A job that is only to be taken back has no such piece.
+            if let Some(place) = job.change.pieces.get(piece) {
+                let (range, data) = (place.range, slice(&job.data, &place.bytes));
+                let offset = self.region.layout().block_offset(range.start);
+                if let Err(error) = self.region.storage().write_direct(offset, &data) {
+                    job.fail(self.region.error("a write", &format_args!("blocks {range}"), &error));
+                }
+            }
+            lock(&job.fate).submitted.replace(submitted);
+            if job.one_ended() {
+                ended.push(self.answer(&job));
+            }
+        }
+        self.sink.push(ended);
+    }
+
+    /// The answer of a job of which everything has ended. Only a failed one touches the disk.
+    fn answer(&self, job: &Job) -> DiskDone {
+        let now = Instant::now();
+        let fate = std::mem::take(&mut *lock(&job.fate));
+        let result = match fate.error {
+            None => {
+                self.region.end(&job.change);
+                Ok(DiskOutcome::Done)
+            }
+            Some(error) => {
+                let taken_back = if job.contexts_written.load(Ordering::Acquire) {
+                    self.region.revert(&job.change)
+                } else {
+                    self.region.abort(&job.change)
+                };
+                taken_back.and(Err(error))
+            }
+        };
+        done(job.op, result, job.arrived, fate.submitted.unwrap_or(now), now)
     }
 }
 
-impl Part {
-    fn data(&self) -> Option<(BlockRange, Bytes)> {
-        let of = |job: &Job, index: usize| {
-            let piece = job.change.pieces.get(index)?;
-            Some((piece.range, slice(&job.data, &piece.bytes)))
-        };
-        match self {
-            Self::Whole(job) => of(job, 0),
-            Self::Piece(shared, index) => lock(&shared.job).as_ref().and_then(|job| of(job, *index)),
-        }
+impl Job {
+    /// One of the things that it waits for has ended; true if it was the last.
+    fn one_ended(&self) -> bool {
+        self.left.fetch_sub(1, Ordering::AcqRel) == 1
     }
 
-    /// This part has ended; its operation, if it was the last.
-    fn end(self, error: Option<DiskError>, submitted: Instant) -> Option<Box<Job>> {
-        match self {
-            Self::Whole(mut job) => {
-                job.submitted = Some(submitted);
-                job.error = error;
-                Some(job)
-            }
-            Self::Piece(shared, _) => {
-                let mut job = lock(&shared.job);
-                if let Some(job) = job.as_mut() {
-                    job.submitted = job.submitted.max(Some(submitted));
-                    job.error = job.error.take().or(error);
-                }
-                if shared.left.fetch_sub(1, Ordering::SeqCst) == 1 { job.take() } else { None }
-            }
-        }
+    fn fail(&self, error: DiskError) {
+        lock(&self.fate).error.get_or_insert(error);
+    }
+}
+
+impl Parts {
+    fn into_parts(self) -> impl Iterator<Item = Part> {
+        let (one, many) = match self {
+            Self::One(part) => (Some(part), Vec::new()),
+            Self::Many(parts) => (None, parts),
+        };
+        one.into_iter().chain(many)
     }
 }
 
