@@ -1,5 +1,6 @@
 //! The real binary: exit codes, messages, signals, and a write that outlives the process.
 #![cfg(feature = "daemon")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;

@@ -77,7 +77,10 @@ fn check_latency(cluster: &mut Cluster) -> String {
     );
     assert!(copied >= 320 * 256, "{begun:#?}");
     assert!(during.answers > 0, "the guest was held up for {:?}", to - from);
-    assert!(during.p99 < (control.p99 * 10).max(Duration::from_millis(20)), "catch-up slows the guest: {figures}");
+    assert!(
+        during.p99 < (control.p99 * 10).max(Duration::from_millis(20)),
+        "catch-up slows the guest: {figures}"
+    );
     figures
 }
 

@@ -77,7 +77,8 @@ impl<S: Storage> RegionCore<S> {
         let Some(fetch) = plan.fetch else { return (plan.states, Bytes::new()) };
         if plan.mode == ReadMode::Verify {
             for (block, state) in plan.range.blocks().zip(&mut plan.states) {
-                if state.kind == BlockKind::Data && block_of(&data, fetch, block).map(crc) != Some(state.crc) {
+                if state.kind == BlockKind::Data && block_of(&data, fetch, block).map(crc) != Some(state.crc)
+                {
                     state.kind = BlockKind::Unreadable;
                 }
             }

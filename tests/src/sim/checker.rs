@@ -58,7 +58,8 @@ fn check_sector(sector: usize, accesses: &[Access], history: &History) -> Result
     events.extend(resets.iter().enumerate().map(|(index, &at)| (at, Order::Reset, index)));
     events.sort_by_key(|&(at, order, index)| (at, order, index));
 
-    let mut search = Search { accesses, open: Vec::new(), configurations: BTreeSet::from([(0, 0)]), too_large: false };
+    let mut search =
+        Search { accesses, open: Vec::new(), configurations: BTreeSet::from([(0, 0)]), too_large: false };
     for (at, order, index) in events {
         let fits = match order {
             Order::Start => search.start(index),
@@ -181,7 +182,7 @@ impl Search<'_> {
         let settled = self.configurations.iter().map(|&configuration| self.with_reads(configuration));
         self.configurations = settled.collect();
         let mut todo: Vec<(u32, u32)> = self.configurations.iter().copied().collect();
-        while let Some((value, done)) = todo.pop() {
+        while let Some((_, done)) = todo.pop() {
             for (bit, open) in self.open.iter().enumerate() {
                 let Some(index) = *open else { continue };
                 if done & (1 << bit) != 0 {
@@ -205,9 +206,10 @@ impl Search<'_> {
 
     /// An open read that can see its value now has seen it: to put that off opens no way that isn't open all the same.
     fn with_reads(&self, (value, done): (u32, u32)) -> (u32, u32) {
-        let reads = self.open.iter().enumerate().filter(|(_, open)| {
-            open.is_some_and(|index| self.accesses[index].action == Action::Read(value))
-        });
+        let reads =
+            self.open.iter().enumerate().filter(|(_, open)| {
+                open.is_some_and(|index| self.accesses[index].action == Action::Read(value))
+            });
         (value, reads.fold(done, |done, (bit, _)| done | 1 << bit))
     }
 
@@ -230,7 +232,8 @@ impl Search<'_> {
         let writes = self.accesses.iter().filter(|access| access.action == Action::Write(value));
         let last = writes.map(|access| access.end.unwrap_or(Nanos::MAX)).max().unwrap_or(0);
         let open = self.open.iter().enumerate().filter_map(|(bit, open)| Some((bit, (*open)?)));
-        open.filter(|&(_, index)| self.accesses[index].start <= last).fold(0, |mask, (bit, _)| mask | 1 << bit)
+        open.filter(|&(_, index)| self.accesses[index].start <= last)
+            .fold(0, |mask, (bit, _)| mask | 1 << bit)
     }
 
     /// Any of these values may be there now; what was open and unanswered may still come. It may also have been there already,

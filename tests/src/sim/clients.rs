@@ -9,9 +9,7 @@ use super::world::{Ev, World, brief};
 
 impl World {
     pub(super) fn serving_up(&self) -> Option<usize> {
-        (0..self.ups.len())
-            .rev()
-            .find(|&up| self.ups[up].serves())
+        (0..self.ups.len()).rev().find(|&up| self.ups[up].serves())
     }
 
     pub(super) fn think(&mut self, connection: usize) -> Result<(), String> {

@@ -161,8 +161,9 @@ impl World {
 
     /// Only one replica is ever damaged in a run: with two there may be no good copy.
     pub(super) fn damage(&mut self, fault: Fault) {
-        let down =
-            (0..self.downs.len()).find(|&down| self.downs[down].damaged).unwrap_or_else(|| self.slots[self.rng.random_range(0..3_usize)]);
+        let down = (0..self.downs.len())
+            .find(|&down| self.downs[down].damaged)
+            .unwrap_or_else(|| self.slots[self.rng.random_range(0..3_usize)]);
         let blocks: Vec<u64> = guest::blocks().collect();
         let block = blocks[self.rng.random_range(0..blocks.len())];
         let offset = disk::layout(self.plan.blocks).block_offset(block);

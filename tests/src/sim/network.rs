@@ -79,7 +79,7 @@ impl World {
         }
     }
 
-    pub(super) fn to_down(&mut self, conn: usize, request: WireRequest, payload: Bytes) {
+    pub(super) fn reach_down(&mut self, conn: usize, request: WireRequest, payload: Bytes) {
         if let WireRequest::Job { job, op } = &request {
             let down = self.conns[conn].down;
             self.note(|| format!("to replica {down}: job {job} {}", brief_op(op)));
@@ -92,7 +92,7 @@ impl World {
         }
     }
 
-    pub(super) fn to_up(&mut self, conn: usize, reply: Reply, payload: Bytes) -> Result<(), String> {
+    pub(super) fn reach_up(&mut self, conn: usize, reply: Reply, payload: Bytes) -> Result<(), String> {
         let Conn { up, slot, link, open_up, .. } = self.conns[conn];
         let Some(reply) = self.plant_on_arrival(conn, reply)? else { return Ok(()) };
         if open_up {

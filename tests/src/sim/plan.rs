@@ -31,10 +31,12 @@ pub enum Bug {
     JoinerCountsEarly,
     /// Guests are served before a quorum is activated.
     ServedEarly,
+    /// A new region counts although only one of the others has stored its membership.
+    ReplacedEarly,
 }
 
 impl Bug {
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::AckAtOne,
         Self::IgnoreLastActive,
         Self::CopyOver,
@@ -44,6 +46,7 @@ impl Bug {
         Self::ReadsNotHeld,
         Self::JoinerCountsEarly,
         Self::ServedEarly,
+        Self::ReplacedEarly,
     ];
 }
 
@@ -189,7 +192,18 @@ impl Plan {
     }
 
     pub fn with_bug(seed: u64, bug: Bug) -> Self {
-        Self { bug: Some(bug), ..Self::new(seed) }
+        let mut plan = Self { bug: Some(bug), ..Self::new(seed) };
+        if bug == Bug::ReplacedEarly {
+            // It takes a replacement, the loss of all who know of it, and a configuration from before.
+            plan.weights = vec![
+                (Fault::Replace, 3),
+                (Fault::KillAll, 1),
+                (Fault::KillReplica, 3),
+                (Fault::KillUpstairs, 3),
+            ];
+            plan.fault_every = 100 * MS;
+        }
+        plan
     }
 
     pub fn has_damage(&self) -> bool {

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use bytes::Bytes;
 use newel_downstairs::core as down;
 use newel_downstairs::core::api::{ConnId, DiskCommand, DiskDone, DiskOp, DiskOutcome};
-use newel_protocol::wire::{Op, Refusal, Reply, Request as WireRequest, StageTimes};
+use newel_protocol::wire::{Membership, Op, Refusal, Reply, Request as WireRequest, StageTimes};
 use newel_protocol::{Generation, JobId, Version};
 use newel_upstairs::core as up;
 use newel_upstairs::core::api::ReplicaSet;
@@ -109,12 +109,30 @@ impl World {
                 self.plant_late_activated(conn, request);
                 None
             }
+            (Some(Bug::ReplacedEarly), WireRequest::Activated { generation, membership })
+                if membership.epoch > 1 && self.is_second_other(conn, &membership) =>
+            {
+                let reply = Reply::ActivatedStored { generation };
+                self.deliver(conn, 1, Ev::ToUp { conn, reply, payload: Bytes::new() });
+                None
+            }
             (Some(Bug::StaleSessionNotFenced), WireRequest::Job { job, op }) if self.conns[conn].zombie => {
                 self.zombie_job(conn, job, &op, payload);
                 None
             }
             (_, request) => Some(request),
         }
+    }
+
+    /// True for the last of the replicas that were members before this membership.
+    fn is_second_other(&self, conn: usize, membership: &Membership) -> bool {
+        let header = |down: usize| Some(self.downs[down].process.as_ref()?.region.header());
+        let down = self.conns[conn].down;
+        let old =
+            |down: usize| header(down).is_some_and(|h| (1..membership.epoch).contains(&h.membership.epoch));
+        let later =
+            self.ups[self.conns[conn].up].addresses.into_iter().any(|other| other > down && old(other));
+        old(down) && !later
     }
 
     /// Says that it is stored, and stores it some time later, if the replica lives that long.

@@ -120,7 +120,8 @@ impl World {
         let down = &mut self.downs[index];
         let Some(process) = down.process.as_mut().filter(|_| down.incarnation == incarnation) else { return };
         let Some(operation) = process.operations.remove(&op) else { return };
-        let step = process.step(operation);
+        let contexts_first = self.rng.random_bool(0.7);
+        let step = process.step(operation, contexts_first);
         if down.disk.is_dead() {
             self.note(|| format!("replica {index} dies in mid-operation"));
             self.kill_down(index);
@@ -144,13 +145,17 @@ impl World {
 
     pub(super) fn kill_down(&mut self, index: usize) {
         let Some(process) = self.downs[index].process.take() else { return };
-        // What was handed to the kernel may still be carried out.
+        // What was handed to the kernel is carried out, whether the process lives or not; of what was only planned nobody
+        // knows whether it got that far.
+        self.downs[index].disk.attach();
         for operation in process.operations.into_values() {
-            if let Stage::Planned(change) = &operation.stage
-                && self.rng.random_bool(0.5)
-            {
-                let data = operation.data();
-                drop(process.region.write_pieces_now(change, &data));
+            let (change, handed_over) = match &operation.stage {
+                Stage::Planned(change) => (change, self.rng.random_bool(0.5)),
+                Stage::ContextsWritten(change) => (change, true),
+                Stage::Queued | Stage::Written(_) => continue,
+            };
+            if handed_over {
+                drop(process.region.write_pieces_now(change, &operation.data()));
             }
         }
         self.downs[index].incarnation += 1;
@@ -192,6 +197,7 @@ impl DownProcess {
     pub(super) fn step(
         &mut self,
         operation: Operation,
+        contexts_first: bool,
     ) -> Result<Operation, Result<DiskOutcome, down::api::DiskError>> {
         let region = &self.region;
         let data = operation.data();
@@ -211,11 +217,27 @@ impl DownProcess {
                     Err(error) => Err(Err(error)),
                 }
             }
+            // The kernel has the data; contexts are written while the device works, and either may be first.
+            Stage::Planned(change) if contexts_first => match region.finish(&[&change]) {
+                Ok(()) => Ok(Operation { op, stage: Stage::ContextsWritten(change) }),
+                Err(error) => Err(Err(error)),
+            },
+            Stage::ContextsWritten(change) => match region.write_pieces_now(&change, &data) {
+                Ok(()) => {
+                    region.end(&change);
+                    Err(Ok(DiskOutcome::Done))
+                }
+                Err(error) => Err(region.revert(&change).and(Err(error))),
+            },
             Stage::Planned(change) => match region.write_pieces_now(&change, &data) {
                 Ok(()) => Ok(Operation { op, stage: Stage::Written(change) }),
                 Err(error) => Err(region.abort(&change).and(Err(error))),
             },
-            Stage::Written(change) => Err(region.finish(&[&change]).map(|()| DiskOutcome::Done)),
+            Stage::Written(change) => {
+                let written = region.finish(&[&change]);
+                region.end(&change);
+                Err(written.map(|()| DiskOutcome::Done))
+            }
         }
     }
 }

@@ -75,9 +75,7 @@ impl World {
                     }
                 }
                 up::api::Action::GuestReply { guest, reply } => self.guest_reply(index, guest, &reply)?,
-                up::api::Action::Replace { replica, answer } => {
-                    self.replace_answered(index, replica, answer)
-                }
+                up::api::Action::Replace { replica, answer } => self.replace_answered(index, replica, answer),
                 up::api::Action::Log(event) => self.note(|| format!("upstairs {index}: {}", event.text)),
                 up::api::Action::Stopped { reason } => self.up_stopped(index, &reason),
             }

@@ -157,6 +157,8 @@ pub(super) enum Stage {
     Queued,
     /// Contexts are read, data is on its way.
     Planned(Change),
+    /// So are the new ones; the kernel has the data.
+    ContextsWritten(Change),
     /// Data is on the disk.
     Written(Change),
 }
@@ -329,8 +331,8 @@ impl World {
                     let reason = "connection refused".to_owned();
                     self.feed_up(up, up::api::Event::LinkDown { replica: id(replica), link, reason })?;
                 }
-                Ev::ToDown { conn, request, payload } => self.to_down(conn, request, payload),
-                Ev::ToUp { conn, reply, payload } => self.to_up(conn, reply, payload)?,
+                Ev::ToDown { conn, request, payload } => self.reach_down(conn, request, payload),
+                Ev::ToUp { conn, reply, payload } => self.reach_up(conn, reply, payload)?,
                 Ev::ClosedAtUp { conn } => self.closed_at_up(conn)?,
                 Ev::ClosedAtDown { conn } => self.closed_at_down(conn),
                 Ev::DiskStep { down, incarnation, op } => self.disk_step(down, incarnation, op),

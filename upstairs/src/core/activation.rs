@@ -39,7 +39,7 @@ enum Stage {
         asked: ReplicaSet,
     },
     Reconciling {
-        resync: Resync,
+        resync: Box<Resync>,
     },
     Flushing {
         waiting: ReplicaSet,
@@ -197,7 +197,7 @@ impl Core {
         let complete = members.len() == ReplicaId::COUNT && members.iter().all(kept_power);
         let rule = Rule::Reconcile { generation: self.generation, complete };
         let resync = Resync::new(rule, members, ReplicaSet::EMPTY, self.blocks, self.next_query);
-        self.set_stage(Stage::Reconciling { resync });
+        self.set_stage(Stage::Reconciling { resync: Box::new(resync) });
         self.pump_resync(None);
     }
 

@@ -50,7 +50,7 @@ impl Core {
         let rule = Rule::CatchUp { joiner, source, join };
         let resync = Resync::new(rule, members, alternates, self.blocks, self.next_query);
         if let Some(catch_up) = self.replica_mut(joiner).catch_up() {
-            catch_up.stage = CatchUpStage::Copying(resync);
+            catch_up.stage = CatchUpStage::Copying(Box::new(resync));
         }
         self.pump_resync(Some(joiner));
     }

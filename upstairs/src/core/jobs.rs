@@ -35,13 +35,34 @@ pub(super) enum Owner {
 /// resync it belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Purpose {
-    ResyncRead { subject: Option<ReplicaId>, epoch: u64, extent: ExtentId, copy: u32 },
-    ResyncStore { subject: Option<ReplicaId>, epoch: u64, extent: ExtentId },
-    ResyncFlush { subject: Option<ReplicaId>, epoch: u64 },
-    HealRead { target: ReplicaId, block: u64, tried: ReplicaSet },
-    HealStore { target: ReplicaId, block: u64 },
+    ResyncRead {
+        subject: Option<ReplicaId>,
+        epoch: u64,
+        extent: ExtentId,
+        copy: u32,
+    },
+    ResyncStore {
+        subject: Option<ReplicaId>,
+        epoch: u64,
+        extent: ExtentId,
+    },
+    ResyncFlush {
+        subject: Option<ReplicaId>,
+        epoch: u64,
+    },
+    HealRead {
+        target: ReplicaId,
+        block: u64,
+        tried: ReplicaSet,
+    },
+    HealStore {
+        target: ReplicaId,
+        block: u64,
+    },
     /// A look of the scrub, at all Active replicas at once.
-    ScrubRead { look: u64 },
+    ScrubRead {
+        look: u64,
+    },
 }
 
 /// What a read has collected so far.

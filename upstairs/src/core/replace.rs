@@ -210,8 +210,9 @@ impl Core {
     /// Those of the greeted that an activation under this membership may count, the others told why they can't.
     pub(super) fn countable(&mut self, membership: Membership, greeted: ReplicaSet) -> ReplicaSet {
         let members = self.set_of(|r| greeted.contains(r.id) && self.is_member(membership, r.id));
-        let holders =
-            self.set_of(|r| members.contains(r.id) && r.welcome.as_ref().is_some_and(|w| w.membership == membership));
+        let holders = self.set_of(|r| {
+            members.contains(r.id) && r.welcome.as_ref().is_some_and(|w| w.membership == membership)
+        });
         let known = self.membership_held && self.membership == membership;
         let held = membership.epoch <= 1 || known || holders.len() >= QUORUM;
         let counted = self.set_of(|r| members.contains(r.id) && (held || !self.is_blank(r.id)));
@@ -232,10 +233,15 @@ impl Core {
     pub(super) fn not_a_member(&self, membership: Membership, id: ReplicaId) -> String {
         let region = self.replica(id).region.unwrap_or_default();
         let was_active = self.replica(id).welcome.as_ref().is_some_and(|w| w.last_active > Generation(0));
-        let what = if was_active { "is not a member of this volume any more, it was replaced" } else {
+        let what = if was_active {
+            "is not a member of this volume any more, it was replaced"
+        } else {
             "is not a member of this volume"
         };
-        format!("region {region} {what} (membership epoch {}); its address has to be corrected", membership.epoch)
+        format!(
+            "region {region} {what} (membership epoch {}); its address has to be corrected",
+            membership.epoch
+        )
     }
 
     /// For the status: whether the region met at this address is one of the volume's.

@@ -58,7 +58,7 @@ pub(super) struct CatchUp {
 pub(super) enum CatchUpStage {
     /// No Active replica to copy from yet.
     NoSource,
-    Copying(Resync),
+    Copying(Box<Resync>),
     /// Everything is copied; its flush is out.
     Flushing,
     /// `Activated` is out: counts as soon as it is stored.

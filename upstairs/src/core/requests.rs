@@ -282,13 +282,11 @@ impl Core {
     fn start_read(&mut self, guest: GuestId, offset: u64, length: u64) {
         let (first, end) = (offset / BLOCK, (offset + length).div_ceil(BLOCK));
         let key = self.insert_request(guest, Kind::Read { parts: Vec::new() }, offset, length, false);
-        let mut piece = 0;
-        for range in pieces(first, end) {
+        for (piece, range) in (0_u32..).zip(pieces(first, end)) {
             if let Some(GuestRequest { kind: Kind::Read { parts }, .. }) = self.requests.get_mut(key) {
                 parts.push(None);
             }
             self.send_piece(key, Op::Read { range, mode: ReadMode::Data }, Bytes::new(), piece);
-            piece += 1;
         }
         self.all_sent(key);
     }
@@ -307,10 +305,10 @@ impl Core {
         let tail = offset + length;
         let (first, last) = (offset / BLOCK, tail / BLOCK);
         let mut edges = [Edge::None, Edge::None];
-        if length > 0 && offset % BLOCK != 0 {
+        if length > 0 && !offset.is_multiple_of(BLOCK) {
             edges[HEAD] = Edge::Wanted(first);
         }
-        if length > 0 && tail % BLOCK != 0 && (offset % BLOCK == 0 || last != first) {
+        if length > 0 && !tail.is_multiple_of(BLOCK) && (offset.is_multiple_of(BLOCK) || last != first) {
             edges[TAIL] = Edge::Wanted(last);
         }
         let next = offset.div_ceil(BLOCK);
@@ -537,7 +535,9 @@ impl Core {
         if self.quorum_deadline().is_none_or(|deadline| self.now < deadline) {
             return;
         }
-        let (Some(timeout), Some(lost)) = (self.config.timing.quorum_timeout, self.quorum_lost_since) else { return };
+        let (Some(timeout), Some(lost)) = (self.config.timing.quorum_timeout, self.quorum_lost_since) else {
+            return;
+        };
         let now = self.now;
         let late = |since: Time| since.max(lost).after(timeout) <= now;
         for key in self.requests.keys() {
@@ -720,7 +720,7 @@ mod tests {
                 let parts_from_first = parts.into_iter().map(|p| {
                     p.map(|mut p| {
                         let dropped = p.states.drain(..first).filter(|s| s.kind == Data).count();
-                        let _ = p.data[0].split_to(dropped * BLOCK_BYTES);
+                        p.data[0] = p.data[0].slice(dropped * BLOCK_BYTES..);
                         p
                     })
                 });

@@ -40,8 +40,15 @@ const CATCH_UP_WINDOW: usize = 4;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rule {
     /// `complete`: all three take part and none has lost power.
-    Reconcile { generation: Generation, complete: bool },
-    CatchUp { joiner: ReplicaId, source: ReplicaId, join: Version },
+    Reconcile {
+        generation: Generation,
+        complete: bool,
+    },
+    CatchUp {
+        joiner: ReplicaId,
+        source: ReplicaId,
+        join: Version,
+    },
 }
 
 /// Something to send. Every step is answered by the `on_` function of its name, once for each replica asked.

@@ -212,8 +212,7 @@ impl Core {
         let Some(look) = self.scrub.pass.as_mut().and_then(|pass| pass.look.as_mut()) else { return };
         let count = look.range.count as usize;
         let unreadable = || vec![BlockState { kind: BlockKind::Unreadable, ..BlockState::default() }; count];
-        look.states[id.index()] =
-            Some(if states.len() == count { states.to_vec() } else { unreadable() });
+        look.states[id.index()] = Some(if states.len() == count { states.to_vec() } else { unreadable() });
         if look.asked.iter().all(|id| look.states[id.index()].is_some()) {
             self.finish_look();
         }
@@ -286,7 +285,10 @@ impl Core {
         }
         let names: Vec<String> = others.iter().map(|id| id.to_string()).collect();
         let what = if sound { "an older copy" } else { "a bad copy" };
-        self.log(LogLevel::Warn, format!("scrub: replica {} has {what} of block {block}", names.join(" and ")));
+        self.log(
+            LogLevel::Warn,
+            format!("scrub: replica {} has {what} of block {block}", names.join(" and ")),
+        );
         true
     }
 
@@ -438,11 +440,8 @@ mod tests {
     #[test]
     fn the_highest_sound_version_is_right() {
         use BlockKind::{Data, Unreadable, Unverified, Zero};
-        let state = |(kind, sequence, crc)| BlockState {
-            version: Version::new(Generation(1), sequence),
-            crc,
-            kind,
-        };
+        let state =
+            |(kind, sequence, crc)| BlockState { version: Version::new(Generation(1), sequence), crc, kind };
         let check = |copies: &[(BlockKind, u64, u32)], good: &[u8], others: &[u8]| {
             let copies: Copies =
                 ReplicaId::ALL.into_iter().zip(copies.iter().map(|&copy| state(copy))).collect();

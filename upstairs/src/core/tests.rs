@@ -725,7 +725,12 @@ impl Oracle {
                 let (at, length) = Self::inner(*at, *length);
                 Self::samples(at, length)
             }
-            _ => 0..0,
+            Move::Flush
+            | Move::Step(..)
+            | Move::Kill(_)
+            | Move::Start(_)
+            | Move::Pause(_)
+            | Move::Time(_) => 0..0,
         }
     }
 
@@ -742,7 +747,15 @@ impl Oracle {
                         self.check(index, data[index * 1024 - at as usize]);
                     }
                 }
-                _ => {
+                Move::Write { .. }
+                | Move::Zero { .. }
+                | Move::Trim { .. }
+                | Move::Flush
+                | Move::Step(..)
+                | Move::Kill(_)
+                | Move::Start(_)
+                | Move::Pause(_)
+                | Move::Time(_) => {
                     assert!(matches!(reply, GuestReply::Done), "{step:?}: {reply:?}");
                     let value = if matches!(step, Move::Write { .. }) { value } else { 0 };
                     for index in Self::touched(&step) {

@@ -76,7 +76,11 @@ fn a_new_region_takes_a_slot_and_catches_up() {
         assert_eq!(status.replicas[1].region, Uuid::from_u128(9).to_string());
         let regions = [1, 9, 3].map(Uuid::from_u128);
         assert!(world.fakes.iter().all(|fake| fake.membership == Membership { epoch: 2, regions }));
-        assert_eq!(old.state(1).version.sequence, world.fakes[0].state(0).version.sequence, "not written any more");
+        assert_eq!(
+            old.state(1).version.sequence,
+            world.fakes[0].state(0).version.sequence,
+            "not written any more"
+        );
     }
 }
 
@@ -225,7 +229,10 @@ fn a_half_made_replacement_is_dead_once_the_others_went_on_without_it() {
     let mut without = next([a, b, old]);
     without.fakes[0].up = false;
     without.run(3000);
-    assert_eq!((without.core.status().state.as_str(), without.core.status().membership_epoch), ("serving", 1));
+    assert_eq!(
+        (without.core.status().state.as_str(), without.core.status().membership_epoch),
+        ("serving", 1)
+    );
     without.write(0, &[4; 4096]);
     // Region 1 comes back with the higher epoch of the older generation.
     without.fakes[0].up = true;
@@ -315,7 +322,9 @@ fn writes_under_way_are_no_damage_and_a_lost_replica_holds_nothing_up() {
             fua: false,
         });
         for index in 0..3 {
-            (0..usize::from(i) % (index + 2)).for_each(|_| drop(world.step(index)));
+            (0..usize::from(i) % (index + 2)).for_each(|_| {
+                world.step(index);
+            });
         }
         world.now += 1_000_000;
         world.core.handle(Time(world.now), Event::Tick);

@@ -136,7 +136,9 @@ async fn look_at(address: &str, introduction: &Introduction) -> Result<Welcome, 
             None => {}
         }
         match stream.read_buf(&mut received).await {
-            Ok(0) => return Err("it closed the connection without a word; is it a newel-downstairs?".to_owned()),
+            Ok(0) => {
+                return Err("it closed the connection without a word; is it a newel-downstairs?".to_owned());
+            }
             Ok(_) => {}
             Err(error) => return Err(format!("can't read from it: {error}")),
         }

@@ -156,7 +156,8 @@ fn read_file(path: &Path) -> Result<File> {
 
 /// Refuses what can't be a replica's address.
 pub(crate) fn check_replica(address: &str) -> Result<()> {
-    let port = address.rsplit_once(':').filter(|(host, _)| !host.is_empty()).map(|(_, port)| port.parse::<u16>());
+    let port =
+        address.rsplit_once(':').filter(|(host, _)| !host.is_empty()).map(|(_, port)| port.parse::<u16>());
     if !matches!(port, Some(Ok(port)) if port > 0) {
         bail!("{address:?} is no address of a replica: write HOST:PORT");
     }

@@ -4,7 +4,6 @@
 //! - One reader and one writer task per link, both on the reactor thread; a link that ends tells so exactly once.
 //! - What waits to be written is bounded by the core, which lets a replica owe only so much before it leaves.
 //! - Whatever is wrong with a frame ends its link with a reason, and nothing else.
-#![expect(clippy::disallowed_methods, reason = "the shell owns its tasks; a link's end with the link")]
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;

@@ -2,7 +2,6 @@
 //!
 //! Signals: the first SIGTERM or SIGINT stops in order (no new requests, what was admitted is finished and flushed), a
 //! second one ends the process at once.
-#![expect(clippy::disallowed_methods, reason = "the daemon's few tasks live as long as the process")]
 
 use std::rc::Rc;
 use std::time::Duration;
