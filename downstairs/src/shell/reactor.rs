@@ -81,7 +81,7 @@ impl DiskSignal {
 
 #[expect(
     deprecated,
-    reason = "its successor is unsafe for descriptors that may be closed behind it; an OwnedFd is not"
+    reason = "its successor is for descriptors that may be closed behind it, which an OwnedFd cannot"
 )]
 fn watch(fd: OwnedFd) -> Option<AsyncFd<OwnedFd>> {
     AsyncFd::with_interest(fd, Interest::READABLE).ok()
