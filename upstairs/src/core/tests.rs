@@ -534,8 +534,11 @@ fn an_unverified_block_is_adopted_only_above_every_verified_one() {
             kind: BlockKind::Unverified,
         };
         world.fakes[1].blocks.insert(0, (state, odd));
-        world.run(2000);
+        // With all three at hand and none short of power, what one alone claims was never acknowledged.
+        world.fakes[2].up = false;
+        world.run(3000);
         assert_eq!(world.read(0, 1), [expected]);
+        world.fakes[2].up = true;
         world.assert_converged();
     }
 }

@@ -304,7 +304,8 @@ mod tests {
     #[test]
     fn replicas_are_three_and_different() {
         let fails = |replicas: &[&str], needle: &str| {
-            let error = three(replicas.iter().map(|r| (*r).to_owned()).collect()).unwrap_err().to_string();
+            let error = three(replicas.iter().map(|r| (*r).to_owned()).collect()).unwrap_err();
+            let error = format!("{error:#}");
             assert!(error.contains(needle), "{error}");
         };
         fails(&["a:1", "b:1"], "given 2 times");
