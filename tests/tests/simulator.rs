@@ -14,8 +14,8 @@ const FIXED: std::ops::Range<u64> = 0..300;
 /// Others that were: a piece of an unanswered request, lost with the power of all three replicas.
 const FOUND: [u64; 1] = [1_796_051_343_191];
 const FRESH_DEFAULT: u64 = 300;
-/// Every planted mistake is found within so many seeds.
-const BUG_SEEDS: u64 = 500;
+/// Every planted mistake is found within so many seeds; most within 500.
+const BUG_SEEDS: u64 = 3000;
 
 fn explain(seed: u64, bug: Option<Bug>, outcome: &Outcome) -> String {
     let Some(violation) = &outcome.violation else { return String::new() };
