@@ -4,7 +4,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use newel_tests::command::{Ran, Running, program, run, sh, temp_dir};
@@ -12,6 +12,7 @@ use newel_tests::lock::Heavy;
 use newel_tests::nbd::{Address, Client, Stream};
 use newel_tests::pattern::{Random, bytes_at};
 use newel_tests::skip::{have, have_root};
+use newel_tests::small_disk::SmallDisk;
 use newel_tests::volume::{Setup, Volume};
 use newel_tests::wait;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -157,32 +158,15 @@ fn an_unwritable_directory() {
     }
 }
 
-/// A tmpfs of 8 MiB, gone with the test.
-struct SmallDisk(PathBuf);
-
-impl SmallDisk {
-    fn mount(at: &Path) -> Self {
-        std::fs::create_dir(at).unwrap();
-        sh("mount", &["-t", "tmpfs", "-o", "size=8m", "tmpfs", at.to_str().unwrap()]).ok();
-        Self(at.to_owned())
-    }
-}
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        Command::new("umount").arg(&self.0).status().ok();
-    }
-}
-
 #[test]
 fn a_full_disk_at_creation() {
     if !have_root("a_full_disk_at_creation") {
         return;
     }
     let dir = temp_dir();
-    let disk = SmallDisk::mount(&dir.path().join("disk"));
+    let disk = SmallDisk::mount(&dir.path().join("disk"), 8);
     for prealloc in ["full", "fallocate"] {
-        let volume = disk.0.join("v");
+        let volume = disk.path().join("v");
         let ran = run(Command::new(program("newel"))
             .args(["up", "--size", "64M", "--prealloc", prealloc, "--dir"])
             .arg(&volume));
@@ -192,7 +176,7 @@ fn a_full_disk_at_creation() {
         }
     }
     // The second or third region may be the one that doesn't fit.
-    let volume = disk.0.join("w");
+    let volume = disk.path().join("w");
     let ran = run(Command::new(program("newel"))
         .args(["up", "--size", "3M", "--prealloc", "full", "--dir"])
         .arg(&volume));

@@ -132,6 +132,7 @@ fn measure(loads: &[&Load], time: Duration) -> (Instant, Instant) {
     (from, Instant::now())
 }
 
+// Ceph: one stuck OSD blocks I/O. Vitastor: one stopped OSD freezes VMs. QEMU quorum: SIGSTOP of one child freezes the guest.
 #[test]
 fn a_stopped_replica_does_not_slow_the_guest() {
     let _heavy = Heavy::take();

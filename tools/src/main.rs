@@ -7,6 +7,7 @@
 #![expect(clippy::print_stderr, reason = "this is the command that talks to the operator")]
 
 mod address;
+mod admin;
 mod http;
 mod size;
 mod status;
@@ -30,6 +31,10 @@ enum Command {
     Up(up::UpArgs),
     /// Show a volume's state, its replicas, their queues, delays and catch-up
     Status(status::StatusArgs),
+    /// Give the place of a replica to a new, empty region while the volume runs
+    Replace(admin::ReplaceArgs),
+    /// Verify every block of every replica in the background, and heal what is bad
+    Scrub(admin::ScrubArgs),
 }
 
 /// Prints a line. A reader that has gone away (`newel up | head`) must not bring the volume down.
@@ -50,6 +55,8 @@ fn main() -> ExitCode {
         match args.command {
             Command::Up(args) => up::run(args).await,
             Command::Status(args) => status::run(args).await,
+            Command::Replace(args) => admin::replace(args).await,
+            Command::Scrub(args) => admin::scrub(args).await,
         }
     });
     match result {

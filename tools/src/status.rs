@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use newel_upstairs::core::status::{CatchUpStatus, ReplicaStatus, Status};
+use newel_upstairs::core::status::{CatchUpStatus, ReplicaStatus, ScrubStatus, Status};
 
 use crate::address::Address;
 use crate::size::human;
@@ -31,7 +31,7 @@ pub(crate) struct StatusArgs {
 }
 
 pub(crate) async fn run(args: StatusArgs) -> Result<()> {
-    let address = address(&args)?;
+    let address = address_of(args.address.as_ref(), args.volume.as_deref(), args.dir.as_ref())?;
     let body = http::get(&address, "/status").await?;
     if args.json {
         say(String::from_utf8_lossy(&body).trim_end());
@@ -43,14 +43,19 @@ pub(crate) async fn run(args: StatusArgs) -> Result<()> {
     Ok(())
 }
 
-fn address(args: &StatusArgs) -> Result<Address> {
-    if let Some(address) = &args.address {
+/// Where the status of a volume is served, by whatever it was named.
+pub(crate) fn address_of(
+    address: Option<&Address>,
+    volume: Option<&str>,
+    dir: Option<&PathBuf>,
+) -> Result<Address> {
+    if let Some(address) = address {
         return Ok(address.clone());
     }
-    if let Some(name) = &args.volume {
+    if let Some(name) = volume {
         return Address::unix(&PathBuf::from(RUN_DIRECTORY).join(format!("{name}.status.sock")));
     }
-    let dir = match &args.dir {
+    let dir = match dir {
         Some(dir) => dir.clone(),
         None => layout::default_dir()?,
     };
@@ -104,12 +109,18 @@ fn table(status: &Status) -> String {
         human(status.bytes_in_flight as u64),
         status.guest_requests
     ));
+    if status.scrub.pass > 0 {
+        line(format!("scrub      {}", scrub(&status.scrub)));
+    }
     line(String::new());
     for (index, row) in rows.iter().enumerate() {
         let cells: Vec<String> =
             row.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
         line(cells.join("  "));
         let Some(replica) = index.checked_sub(1).and_then(|at| status.replicas.get(at)) else { continue };
+        if replica.member == Some(false) {
+            line(format!("         region {} is none of this volume's", replica.region));
+        }
         if let Some(reason) = &replica.reason {
             line(format!("         {reason}"));
         }
@@ -134,6 +145,18 @@ fn row(replica: &ReplicaStatus) -> [String; 10] {
         micros(replica.read_delay_us),
         replica.healed_blocks.to_string(),
     ]
+}
+
+fn scrub(scrub: &ScrubStatus) -> String {
+    let state = match (scrub.running, scrub.finished_s_ago) {
+        (true, _) => format!("{} of {} extents", scrub.extents_done, scrub.extents_total),
+        (false, Some(ago)) => format!("finished {ago} s ago"),
+        (false, None) => "not finished".to_owned(),
+    };
+    format!(
+        "{state}; {} bad copies, {} healed, {} blocks without a good copy",
+        scrub.blocks_bad, scrub.blocks_healed, scrub.blocks_without_good_copy
+    )
 }
 
 fn catch_up(progress: &CatchUpStatus) -> String {
@@ -172,6 +195,13 @@ mod tests {
             generation: 9,
             state: "serving".into(),
             replicas: vec![replica(0, "active"), lagging],
+            scrub: ScrubStatus {
+                running: true,
+                pass: 1,
+                extents_done: 7,
+                extents_total: 1024,
+                ..ScrubStatus::default()
+            },
             ..Status::default()
         };
         let table = table(&status);
@@ -183,6 +213,7 @@ mod tests {
             "85 µs",
             "12 ms",
             "12.0 KiB",
+            "7 of 1024 extents; 0 bad copies",
             "its connection broke",
             "50 of 200 extents (25%), 7 blocks copied, about 3 s left",
         ] {

@@ -150,7 +150,12 @@ impl Plan {
         weights.push((Fault::CutLink, 1));
         // Half of the seeds; the others keep the schedules that they had before anything could be replaced.
         if (seed / 10).is_multiple_of(2) {
-            weights.extend([(Fault::Replace, 4), (Fault::Scrub, 3)]);
+            weights.push((Fault::Scrub, 3));
+            // From the moment that the old replica is let go there are two copies. One that rots then, while the other is still
+            // behind, is a second fault.
+            if !damage {
+                weights.push((Fault::Replace, 4));
+            }
         }
         let disk_low = rng.random_range(5_000..100_000);
         Self {

@@ -34,6 +34,11 @@ impl Child {
         Self { role, program, arguments, log, process: None }
     }
 
+    /// For its next start.
+    pub(super) fn set_arguments(&mut self, arguments: Vec<OsString>) {
+        self.arguments = arguments;
+    }
+
     pub(super) fn start(&mut self) -> Result<u32> {
         put_aside_if_large(&self.log)?;
         let log = OpenOptions::new()

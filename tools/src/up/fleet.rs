@@ -41,6 +41,7 @@ const CHILDREN: usize = REPLICAS + 1;
 pub(super) struct Fleet {
     layout: Layout,
     volume: Volume,
+    settings: Settings,
     children: [Child; CHILDREN],
     child_ended: tokio::signal::unix::Signal,
 }
@@ -73,7 +74,13 @@ impl Fleet {
             Child::new(role, program.clone(), arguments, log)
         });
         let child_ended = signals::child_ended()?;
-        Ok(Self { layout: layout.clone(), volume: volume.clone(), children, child_ended })
+        Ok(Self {
+            layout: layout.clone(),
+            volume: volume.clone(),
+            settings: settings.clone(),
+            children,
+            child_ended,
+        })
     }
 
     /// Role and pid of everything that runs, `newel up` itself included.
@@ -91,11 +98,12 @@ impl Fleet {
     }
 
     async fn start_all(&mut self) -> Result<Status> {
-        for replica in 0..REPLICAS {
+        let here: Vec<usize> = (0..REPLICAS).filter(|&replica| !self.volume.is_elsewhere(replica)).collect();
+        for &replica in &here {
             self.start_child(replica)?;
         }
         let deadline = Instant::now() + START_MAX;
-        for replica in 0..REPLICAS {
+        for replica in here {
             let address = SocketAddr::from((Ipv4Addr::LOCALHOST, self.volume.ports[replica]));
             while TcpStream::connect(address).await.is_err() {
                 self.wait_a_moment(replica, deadline).await?;
@@ -114,9 +122,25 @@ impl Fleet {
     }
 
     fn start_child(&mut self, index: usize) -> Result<u32> {
+        if index == UPSTAIRS {
+            self.look_for_replacements();
+        }
         let pid = self.children[index].start()?;
         owner::write_pids(&self.layout, &self.pids())?;
         Ok(pid)
+    }
+
+    /// `newel replace` writes the new address of a replica into the volume's description while this runs.
+    fn look_for_replacements(&mut self) {
+        match Volume::load(&self.layout) {
+            Ok(Some(Volume { replaced, .. })) => {
+                self.volume.replaced = replaced;
+                self.children[UPSTAIRS].set_arguments(upstairs_arguments(&self.volume, &self.settings));
+            }
+            // Without it what was known is still right, or as right as it can be.
+            Ok(None) => {}
+            Err(error) => say(&format!("{error:#}; the upstairs is started with the addresses known before")),
+        }
     }
 
     /// Fails if any daemon ended, or if `awaited` takes too long.
@@ -265,8 +289,8 @@ fn upstairs_arguments(volume: &Volume, settings: &Settings) -> Vec<OsString> {
     let mut option = |name: &str, value: String| arguments.extend([name.into(), value.into()]);
     option("--volume", volume.name.clone());
     option("--volume-id", volume.volume_id.to_string());
-    for port in volume.ports {
-        option("--replica", format!("127.0.0.1:{port}"));
+    for replica in 0..REPLICAS {
+        option("--replica", volume.address(replica));
     }
     for address in &volume.listen {
         option("--listen", address.to_string());

@@ -90,8 +90,9 @@ pub(crate) async fn run(args: UpArgs) -> Result<()> {
 
 /// The volume of this directory with its ports and addresses of this run, and its regions, made if they are missing.
 async fn prepare(args: &UpArgs, layout: &Layout, programs: &Programs, stop: &mut Stop) -> Result<Volume> {
-    let regions_present = regions::present(layout)?;
     let known = Volume::load(layout)?;
+    let here = |replica| known.as_ref().is_none_or(|known| !known.is_elsewhere(replica));
+    let regions_present = regions::present(layout, here)?;
     if let Some(known) = &known {
         known.check_same(layout, args.volume.as_deref(), args.size)?;
     } else if regions_present {
@@ -107,10 +108,16 @@ async fn prepare(args: &UpArgs, layout: &Layout, programs: &Programs, stop: &mut
         ports: free_ports(known.as_ref().map(|known| known.ports))?,
         listen: listen(&args.listen, layout)?,
         status: Address::unix(&layout.status_socket())?,
+        replaced: Vec::new(),
     };
     if let Some(known) = known {
-        volume =
-            Volume { name: known.name, volume_id: known.volume_id, size_bytes: known.size_bytes, ..volume };
+        volume = Volume {
+            name: known.name,
+            volume_id: known.volume_id,
+            size_bytes: known.size_bytes,
+            replaced: known.replaced,
+            ..volume
+        };
     }
     // Before the regions: they carry the id that only this file tells.
     volume.store(layout)?;
@@ -148,7 +155,7 @@ fn listen(wanted: &[Address], layout: &Layout) -> Result<Vec<Address>> {
 }
 
 /// What the daemons are given besides the volume.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Settings {
     log: String,
     upstairs_config: Option<PathBuf>,

@@ -13,10 +13,10 @@ use super::layout::Layout;
 use super::signals::Stop;
 use super::volume::Volume;
 
-/// True if the regions exist already.
-pub(super) fn present(layout: &Layout) -> Result<bool> {
+/// True if the regions exist already, of those replicas that run here.
+pub(super) fn present(layout: &Layout, here: impl Fn(usize) -> bool) -> Result<bool> {
     let (mut there, mut missing) = (Vec::new(), Vec::new());
-    for region in layout.regions() {
+    for (_, region) in layout.regions().into_iter().enumerate().filter(|(replica, _)| here(*replica)) {
         let exists = region.try_exists().with_context(|| format!("cannot look for {}", region.display()))?;
         if exists { there.push(region) } else { missing.push(region) }
     }
@@ -100,12 +100,14 @@ mod tests {
     fn a_half_made_set_names_what_is_missing() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path()).unwrap();
-        assert!(!present(&layout).unwrap());
+        assert!(!present(&layout, |_| true).unwrap());
         std::fs::write(layout.region(1), "").unwrap();
-        let error = present(&layout).unwrap_err().to_string();
+        let error = present(&layout, |_| true).unwrap_err().to_string();
         assert!(error.contains("region-0 and ") && error.contains("region-2 are missing"), "{error}");
         std::fs::write(layout.region(0), "").unwrap();
         std::fs::write(layout.region(2), "").unwrap();
-        assert!(present(&layout).unwrap());
+        assert!(present(&layout, |_| true).unwrap());
+        std::fs::remove_file(layout.region(1)).unwrap();
+        assert!(present(&layout, |replica| replica != 1).unwrap(), "a replaced one may be gone");
     }
 }

@@ -34,9 +34,31 @@ pub(crate) struct Volume {
     pub(crate) ports: [u16; REPLICAS],
     pub(crate) listen: Vec<Address>,
     pub(crate) status: Address,
+    /// Slots that `newel replace` gave to replicas which run elsewhere.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) replaced: Vec<Replaced>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Replaced {
+    pub(crate) replica: usize,
+    pub(crate) address: String,
 }
 
 impl Volume {
+    /// The replica in this slot was replaced by one that somebody else runs.
+    pub(crate) fn is_elsewhere(&self, replica: usize) -> bool {
+        self.replaced.iter().any(|replaced| replaced.replica == replica)
+    }
+
+    /// Where the upstairs finds this replica.
+    pub(crate) fn address(&self, replica: usize) -> String {
+        let replaced = self.replaced.iter().find(|replaced| replaced.replica == replica);
+        let here = || format!("127.0.0.1:{}", self.ports.get(replica).copied().unwrap_or_default());
+        replaced.map_or_else(here, |replaced| replaced.address.clone())
+    }
+
     pub(crate) fn load(layout: &Layout) -> Result<Option<Self>> {
         let path = layout.volume_file();
         match std::fs::read_to_string(&path) {
@@ -130,9 +152,11 @@ mod tests {
             ports: [15_001, 15_002, 15_003],
             listen: vec!["tcp:127.0.0.1:10809".parse().unwrap()],
             status: Address::unix(&layout.status_socket()).unwrap(),
+            replaced: vec![Replaced { replica: 2, address: "10.0.0.3:7100".into() }],
         };
         volume.store(&layout).unwrap();
         assert_eq!(Volume::load(&layout).unwrap().as_ref(), Some(&volume));
+        assert_eq!([0, 2].map(|replica| volume.address(replica)), ["127.0.0.1:15001", "10.0.0.3:7100"]);
         assert!(volume.check_same(&layout, None, Some(64 << 20)).is_ok());
         let error = volume.check_same(&layout, None, Some(128 << 20)).unwrap_err().to_string();
         assert!(error.contains("has 64.0 MiB, not 128.0 MiB"), "{error}");
