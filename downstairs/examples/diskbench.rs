@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use bytes::Bytes;
-use newel_downstairs::core::api::{DiskCommand, DiskDone, DiskOp, OpId};
+use newel_downstairs::core::api::{DiskCommand, DiskDone, DiskOp, HeaderChange, OpId};
 use newel_downstairs::disk::{AlignedBuf, CreateOptions, OpenOptions, Pool, PoolOptions, Prealloc, Region};
 use newel_downstairs::disk::{create_region, yardstick};
 use newel_protocol::crc::block_crcs;
@@ -128,6 +128,7 @@ impl Bench {
 
     /// A block that was never written is read without a disk.
     fn fill(&mut self) -> anyhow::Result<()> {
+        self.region.apply(&HeaderChange::Promise { generation: Generation(1), upstairs: Uuid::nil() })?;
         let data = Bytes::from_owner(AlignedBuf::zeroed(256 * BLOCK_BYTES));
         let crcs = block_crcs(&data);
         for start in (0..REGION_BLOCKS).step_by(256) {

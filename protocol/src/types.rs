@@ -97,7 +97,7 @@ pub enum BlockKind {
     /// The data match no context; `version` is the bound (what lies there is at least that new) and `crc` the
     /// checksum of what was found.
     Unverified = 2,
-    /// The disk could not read it; `version` is what its context says.
+    /// The disk could not read it; `version` is what its context says, or `NEVER` if that is damaged, too.
     Unreadable = 3,
 }
 

@@ -9,7 +9,7 @@
 use std::io;
 use std::sync::Mutex;
 
-use newel_protocol::BlockRange;
+use newel_protocol::{BlockRange, Generation};
 
 use super::context::{PAIR_BYTES, Pair, decode_pairs};
 use super::layout::{Layout, PAGE_BYTES};
@@ -47,6 +47,7 @@ impl PairCache {
         storage: &S,
         layout: &Layout,
         range: BlockRange,
+        newest: Generation,
     ) -> io::Result<Vec<Pair>> {
         let mut pairs = Vec::with_capacity(range.count as usize);
         for page in range.start / PAIRS_PER_PAGE..=(range.end() - 1) / PAIRS_PER_PAGE {
@@ -62,7 +63,7 @@ impl PairCache {
             let end = range.end().min((page + 1) * PAIRS_PER_PAGE);
             let bytes = place.bytes.get(within(first)..).unwrap_or_default();
             let wanted = usize::try_from(end - first).unwrap_or(0);
-            pairs.extend(decode_pairs(first, bytes).take(wanted).map(|(_, pair)| pair));
+            pairs.extend(decode_pairs(first, bytes, newest).take(wanted).map(|(_, pair)| pair));
         }
         Ok(pairs)
     }
@@ -98,7 +99,7 @@ const _: () = assert!(PAGE_BYTES.is_multiple_of(PAIR_BYTES));
 
 #[cfg(test)]
 mod tests {
-    use newel_protocol::{Generation, Version};
+    use newel_protocol::Version;
 
     use super::*;
     use crate::disk::context::Context;
@@ -123,10 +124,11 @@ mod tests {
             let mut table = vec![0; 1000 * PAIR_BYTES];
             storage.read_cached(layout.contexts_offset, &mut table).unwrap();
             let start = u64::from(number) * 11 % 700;
-            let found = cache.read(&storage, &layout, BlockRange { start, count: 300 }).unwrap();
+            let found =
+                cache.read(&storage, &layout, BlockRange { start, count: 300 }, Generation(1)).unwrap();
             let skip = usize::try_from(start).unwrap();
             let expected: Vec<_> =
-                decode_pairs(0, &table).skip(skip).take(300).map(|(_, pair)| pair).collect();
+                decode_pairs(0, &table, Generation(1)).skip(skip).take(300).map(|(_, pair)| pair).collect();
             assert_eq!(found, expected, "{number}");
         }
     }

@@ -97,7 +97,7 @@ impl Context {
     }
 
     /// What a reply says of it. The checksum of an unverified block's data isn't known here and is left 0.
-    pub fn state(&self, flushed: &Self) -> BlockState {
+    pub fn state(&self) -> BlockState {
         match self.kind {
             ContextKind::Data => BlockState { version: self.version, crc: self.crc, kind: BlockKind::Data },
             ContextKind::Never | ContextKind::Zero => {
@@ -106,8 +106,9 @@ impl Context {
             ContextKind::Unverified => {
                 BlockState { version: self.version, crc: 0, kind: BlockKind::Unverified }
             }
+            // Nothing is known of it, its version least of all.
             ContextKind::Damaged => {
-                BlockState { version: flushed.version, crc: 0, kind: BlockKind::Unverified }
+                BlockState { version: Version::NEVER, crc: 0, kind: BlockKind::Unreadable }
             }
         }
     }
@@ -138,7 +139,8 @@ impl Context {
         }
     }
 
-    fn decode(block: u64, raw: u128) -> Self {
+    /// `newest` is the highest generation that can have written here: one above it is rot, and no version to believe.
+    fn decode(block: u64, raw: u128, newest: Generation) -> Self {
         if raw == 0 {
             return Self::NEVER;
         }
@@ -150,6 +152,9 @@ impl Context {
         let version = Version::new(Generation(generation), sequence & MAX_SEQUENCE);
         let epoch = u16::from_le_bytes([s6, s7]) & EPOCH_MASK;
         let copied = (sequence & COPIED_FLAG != 0).then_some(epoch);
+        if version.generation > newest {
+            return Self { kind: ContextKind::Damaged, ..Self::NEVER };
+        }
         let kind = match (sequence & ZERO_FLAG != 0, sequence & UNVERIFIED_FLAG != 0) {
             (false, false) => return Self { kind: ContextKind::Data, version, crc, copied },
             (true, false) if crc == ZERO_BLOCK_CRC => ContextKind::Zero,
@@ -170,9 +175,10 @@ pub struct Pair {
 }
 
 impl Pair {
-    pub fn decode(block: u64, bytes: &[u8; PAIR_BYTES]) -> Self {
+    pub fn decode(block: u64, bytes: &[u8; PAIR_BYTES], newest: Generation) -> Self {
         let (flushed, latest) = raw_halves(bytes);
-        Self { flushed: Context::decode(block, flushed), latest: Context::decode(block, latest) }
+        let context = |raw| Context::decode(block, raw, newest);
+        Self { flushed: context(flushed), latest: context(latest) }
     }
 
     /// `into` holds [`PAIR_BYTES`].
@@ -183,7 +189,7 @@ impl Pair {
     }
 
     pub fn state(&self) -> BlockState {
-        self.latest.state(&self.flushed)
+        self.latest.state()
     }
 }
 
@@ -198,20 +204,24 @@ fn raw_halves(bytes: &[u8; PAIR_BYTES]) -> (u128, u128) {
 }
 
 /// The pairs of consecutive blocks from `first`, out of their bytes in the table.
-pub(crate) fn decode_pairs(first: u64, bytes: &[u8]) -> impl Iterator<Item = (u64, Pair)> {
+pub(crate) fn decode_pairs(
+    first: u64,
+    bytes: &[u8],
+    newest: Generation,
+) -> impl Iterator<Item = (u64, Pair)> {
     let (pairs, _) = bytes.as_chunks::<PAIR_BYTES>();
-    (first..).zip(pairs).map(|(block, bytes)| (block, Pair::decode(block, bytes)))
+    (first..).zip(pairs).map(move |(block, bytes)| (block, Pair::decode(block, bytes, newest)))
 }
 
 /// The digest of consecutive blocks from `first`, out of their bytes in the table.
-pub(crate) fn digest_of_pairs(first: u64, bytes: &[u8]) -> ExtentDigest {
+pub(crate) fn digest_of_pairs(first: u64, bytes: &[u8], newest: Generation) -> ExtentDigest {
     let (pairs, _) = bytes.as_chunks::<PAIR_BYTES>();
     let mut digest = ExtentDigest::default();
     for (block, bytes) in (first..).zip(pairs) {
         // Most blocks of a young volume were never written; that they are is seen without decoding.
         let (_, latest) = raw_halves(bytes);
         if latest != 0 {
-            let context = Context::decode(block, latest);
+            let context = Context::decode(block, latest, newest);
             *digest.hash.get_mut() ^= block_digest(block, &context);
             *digest.unverified.get_mut() += u32::from(!context.is_verified());
         }
@@ -291,6 +301,8 @@ mod tests {
 
     use super::*;
 
+    const ANY: Generation = Generation(u32::MAX);
+
     fn v(generation: u32, sequence: u64) -> Version {
         Version::new(Generation(generation), sequence)
     }
@@ -298,8 +310,8 @@ mod tests {
     fn check(block: u64, pair: Pair) {
         let mut bytes = [0xaa; PAIR_BYTES];
         pair.encode(block, &mut bytes);
-        assert_eq!(Pair::decode(block, &bytes), pair);
-        assert_eq!(*digest_of_pairs(block, &bytes).hash.get_mut(), block_digest(block, &pair.latest));
+        assert_eq!(Pair::decode(block, &bytes, ANY), pair);
+        assert_eq!(*digest_of_pairs(block, &bytes, ANY).hash.get_mut(), block_digest(block, &pair.latest));
     }
 
     #[test]
@@ -354,7 +366,7 @@ mod tests {
             let mut bytes = [0; PAIR_BYTES];
             Pair { flushed: Context::NEVER, latest }.encode(block, &mut bytes);
             bytes[CONTEXT_BYTES + bit / 8] ^= 1 << (bit % 8);
-            let found = Pair::decode(block, &bytes).latest;
+            let found = Pair::decode(block, &bytes, ANY).latest;
             match found.kind {
                 ContextKind::Data => prop_assert!(!latest.has_data() || found.crc != crc),
                 ContextKind::Damaged => {}

@@ -37,7 +37,10 @@ fn fresh() -> MemStorage {
     let layout = Layout::new(BLOCKS, 512).unwrap();
     let storage = MemStorage::new(usize::try_from(layout.total_bytes()).unwrap());
     format_on(&storage, layout, Uuid::from_u128(1), Uuid::nil()).unwrap();
-    storage
+    let (region, _) = RegionCore::load(storage, "mem").unwrap();
+    // Above all that the tests write under.
+    region.apply(&HeaderChange::Promise { generation: Generation(1_000_000), upstairs: Uuid::nil() }).unwrap();
+    region.storage
 }
 
 /// Every sector names the version and the block that it belongs to.

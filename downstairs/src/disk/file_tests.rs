@@ -65,6 +65,7 @@ fn audit_of(path: &Path) -> Audit {
 /// One life of a region: written, closed, opened again, corrupted, found out.
 fn exercise(path: &Path) {
     let region = open(path).unwrap();
+    region.apply(&HeaderChange::Promise { generation: Generation(1), upstairs: Uuid::nil() }).unwrap();
     region
         .execute(&DiskOp::ActivityLog { entries: vec![LogEntry { slot: 5, extent: Some(ExtentId(0)) }] })
         .unwrap();

@@ -11,6 +11,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
+use std::sync::atomic::AtomicU32;
 use std::sync::{Mutex, OnceLock};
 
 use newel_protocol::wire::Membership;
@@ -127,6 +128,7 @@ impl<S: Storage> RegionCore<S> {
             layout,
             name: name.to_owned(),
             mark: Mutex::new(header.value.flushed),
+            promised: AtomicU32::new(header.value.promised.0),
             header: Mutex::new(header),
             log: Mutex::new(log),
             digests: (0..layout.extents()).map(|_| ExtentDigest::default()).collect(),
@@ -208,7 +210,11 @@ impl<S: Storage> RegionCore<S> {
             let per_extent = EXTENT_BLOCKS as usize * PAIR_BYTES;
             for (extent, pairs) in (chunk * DIGEST_CHUNK_EXTENTS..).zip(pairs.chunks(per_extent)) {
                 if let Some(digest) = self.digests.get(extent as usize) {
-                    digest.set(&digest_of_pairs(ExtentId(extent).first_block(), pairs));
+                    digest.set(&digest_of_pairs(
+                        ExtentId(extent).first_block(),
+                        pairs,
+                        self.newest_generation(),
+                    ));
                 }
             }
             Ok(())

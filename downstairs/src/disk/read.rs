@@ -128,7 +128,7 @@ impl<S: Storage> RegionCore<S> {
     /// A block's state with the checksum of an unverified one, for which its data has to be read.
     pub(crate) fn state_of(&self, block: u64, pair: &Pair) -> BlockState {
         let mut state = pair.state();
-        if matches!(pair.latest.kind, ContextKind::Unverified | ContextKind::Damaged) {
+        if pair.latest.kind == ContextKind::Unverified {
             let mut data = AlignedBuf::zeroed(BLOCK_BYTES);
             match self.storage.read_direct(self.block_offset(block), &mut data) {
                 Ok(()) => state.crc = crc(&data),

@@ -14,7 +14,7 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
-use newel_protocol::{BLOCK_BYTES, BlockRange, BlockState, ExtentId, Version};
+use newel_protocol::{BLOCK_BYTES, BlockRange, BlockState, ExtentId, Generation, Version};
 
 use super::cache::PairCache;
 use super::context::{Context, EPOCH_MASK, ExtentDigest, PAIR_BYTES, Pair, decode_pairs};
@@ -44,6 +44,8 @@ pub struct RegionCore<S> {
     pub(crate) log: Mutex<Vec<Twin<LogRecord>>>,
     /// The header's mark, apart from it so that a write never waits for a header being written.
     pub(crate) mark: Mutex<Version>,
+    /// The header's, likewise.
+    pub(crate) promised: AtomicU32,
     pub(crate) pairs: PairCache,
     pub(crate) digests: Vec<ExtentDigest>,
     pub(crate) copying: Copying,
@@ -101,6 +103,11 @@ impl<S: Storage> RegionCore<S> {
         *lock(&self.mark)
     }
 
+    /// No context can be of a later generation: a promise is durable before its first write.
+    pub(crate) fn newest_generation(&self) -> Generation {
+        Generation(self.promised.load(Ordering::Acquire))
+    }
+
     pub fn digests(&self, first: ExtentId, count: u32) -> Vec<u64> {
         let from = first.0 as usize;
         let digests = self.digests.get(from..).unwrap_or_default();
@@ -144,7 +151,7 @@ impl<S: Storage> RegionCore<S> {
 
     pub(crate) fn read_pairs(&self, range: BlockRange) -> Result<Vec<Pair>, DiskError> {
         self.pairs
-            .read(&self.storage, &self.layout, range)
+            .read(&self.storage, &self.layout, range, self.newest_generation())
             .map_err(|error| self.error("reading contexts", &format_args!("blocks {range}"), &error))
     }
 
@@ -154,7 +161,7 @@ impl<S: Storage> RegionCore<S> {
         self.storage
             .read_cached(self.layout.context_offset(range.start), &mut bytes)
             .map_err(|error| self.error("reading contexts", &format_args!("blocks {range}"), &error))?;
-        Ok(decode_pairs(range.start, &bytes).map(|(_, pair)| pair).collect())
+        Ok(decode_pairs(range.start, &bytes, self.newest_generation()).map(|(_, pair)| pair).collect())
     }
 
     /// True if a power cut cannot take what this context says, for all that is known now.
@@ -231,7 +238,11 @@ impl<S: Storage> RegionCore<S> {
                 header.lost_power = false;
             }
             HeaderChange::Claim { volume } => header.volume = *volume,
-        })
+        })?;
+        if let HeaderChange::Promise { generation, .. } = change {
+            self.promised.store(generation.0, Ordering::Release);
+        }
+        Ok(())
     }
 
     /// The header is locked throughout: two changes must not take each other's copy.

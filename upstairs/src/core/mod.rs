@@ -10,7 +10,7 @@
 //! - Every connected replica in a role gets every guest change in the order of its number.
 //!
 //! Files: [`jobs`] the table, [`requests`] from guest requests to jobs and back, [`replies`] from replica replies to
-//! acknowledgements, [`links`] connections and leaving, [`activation`] a new generation, [`resync`] making replicas equal,
+//! acknowledgements, [`links`] connections and leaving, [`activation`] a new generation, [`resync`] making replicas equal, [`decide`] which copy is right,
 //! [`catchup`] a joiner's way to Active, [`replace`] a new region in a slot, [`heal`] bad blocks, [`scrub`] finding them.
 
 pub mod api;
@@ -19,6 +19,7 @@ pub mod status;
 
 mod activation;
 mod catchup;
+mod decide;
 mod heal;
 mod jobs;
 mod links;

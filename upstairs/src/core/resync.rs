@@ -6,16 +6,7 @@
 //!
 //! Invariants:
 //! - A block is stored only after its data matched the checksum of the context it is stored under.
-//! - Reconcile: the highest verified version wins unless an unverified copy has a higher bound; then that copy's data is
-//!   adopted under (generation, 0) on all alike.
-//! - Catch-up: a copy is dropped only if the joiner's own block is verified, of the generation in force, and at least as new.
-//!   What it holds of an older generation may be an orphan that nobody acknowledged, however high its version.
 //! - What is in flight is bounded: [`OPEN_EXTENTS`] extents, and a window of reads and stores.
-//!
-//! - A version that is known to have existed and has no good copy left anywhere is not replaced by an older one: its context
-//!   is stored without data, so that the block reads as an error until it is written again. What one of three replicas that
-//!   have all kept their power claims alone, and can't show, is not known to have existed: no quorum had executed it.
-//!
 //! The lowest bit of a digest says that its extent holds unverified blocks, so that equal damage on all replicas is seen.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -27,6 +18,7 @@ use newel_protocol::{
 };
 
 use super::api::{ReplicaId, ReplicaSet};
+use super::decide::{Decision, catch_up, reconcile};
 
 /// Extents whose contexts are held at once: 1024 states of 24 bytes from each of three replicas.
 const OPEN_EXTENTS: usize = 8;
@@ -474,109 +466,6 @@ impl Resync {
 enum Accept {
     Store(BlockState, Bytes),
     Bad,
-}
-
-enum Decision {
-    Equal,
-    Copy {
-        source: ReplicaId,
-        targets: ReplicaSet,
-        state: BlockState,
-        adopt: bool,
-    },
-    /// The source has no good copy.
-    NoSource {
-        wanted: BlockState,
-    },
-}
-
-type States = [Option<Vec<BlockState>>; ReplicaId::COUNT];
-
-fn state_of(states: &States, replica: ReplicaId, index: usize) -> BlockState {
-    // A state that is missing decides nothing: it is never a source.
-    states[replica.index()]
-        .as_ref()
-        .and_then(|states| states.get(index))
-        .copied()
-        .unwrap_or(BlockState { kind: BlockKind::Unreadable, ..BlockState::default() })
-}
-
-/// The winner of one block among up-to-date replicas, and who lacks it.
-fn reconcile(
-    states: &States,
-    members: ReplicaSet,
-    index: usize,
-    generation: Generation,
-    complete: bool,
-) -> Decision {
-    let mut best: Option<(ReplicaId, BlockState)> = None;
-    let mut bound: Option<(ReplicaId, BlockState)> = None;
-    let mut lost: Option<(ReplicaId, BlockState)> = None;
-    for replica in members.iter() {
-        let state = state_of(states, replica, index);
-        let place = match state.kind {
-            BlockKind::Data | BlockKind::Zero => &mut best,
-            BlockKind::Unverified => &mut bound,
-            BlockKind::Unreadable => &mut lost,
-        };
-        if place.is_none_or(|(_, other)| state.version > other.version) {
-            *place = Some((replica, state));
-        }
-    }
-    // What was acknowledged two of the three have executed. So what one alone claims and can't show was not, or is the work
-    // of a context that has rotted.
-    let claims = members.iter().filter(|&r| !state_of(states, r, index).is_verified()).count();
-    if complete && claims == 1 {
-        (bound, lost) = (None, None);
-    }
-    let version = |place: Option<(ReplicaId, BlockState)>| place.map(|(_, state)| state.version);
-    if let Some((source, state)) = lost
-        && version(lost) > version(best).max(version(bound))
-    {
-        let same = |r| {
-            let own = state_of(states, r, index);
-            own.version == state.version && own.crc == state.crc
-        };
-        let mut targets = ReplicaSet::EMPTY;
-        members.iter().filter(|&r| !same(r)).for_each(|r| targets.insert(r));
-        if targets.is_empty() {
-            return Decision::Equal;
-        }
-        return Decision::Copy { source, targets, state, adopt: false };
-    }
-    let adopt = match (best, bound) {
-        (Some((_, best)), Some((_, bound))) => best.version < bound.version,
-        (None, Some(_)) => true,
-        (_, None) => false,
-    };
-    if adopt {
-        let Some((source, state)) = bound else { return Decision::Equal };
-        let version = Version::new(generation, 0);
-        let state = BlockState { version, crc: state.crc, kind: BlockKind::Data };
-        return Decision::Copy { source, targets: members, state, adopt: true };
-    }
-    let Some((source, winner)) = best else { return Decision::Equal };
-    let mut targets = ReplicaSet::EMPTY;
-    for replica in members.iter().filter(|&r| state_of(states, r, index) != winner) {
-        targets.insert(replica);
-    }
-    if targets.is_empty() {
-        return Decision::Equal;
-    }
-    Decision::Copy { source, targets, state: winner, adopt: false }
-}
-
-fn catch_up(states: &States, joiner: ReplicaId, source: ReplicaId, join: Version, index: usize) -> Decision {
-    let theirs = state_of(states, source, index);
-    let own = state_of(states, joiner, index);
-    let own_is_new = own.is_verified() && own.version >= join.max(theirs.version);
-    if own_is_new || (own == theirs && own.is_verified()) {
-        return Decision::Equal;
-    }
-    if !theirs.is_verified() {
-        return Decision::NoSource { wanted: theirs };
-    }
-    Decision::Copy { source, targets: ReplicaSet::only(joiner), state: theirs, adopt: false }
 }
 
 /// Adds a block to the last copy if it continues it, else begins a new one.

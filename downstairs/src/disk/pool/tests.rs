@@ -38,6 +38,7 @@ impl Rig {
         };
         create_region(&options, &|_, _, _| {}).unwrap();
         let (region, _) = Region::open(&path, &OpenOptions::default()).unwrap();
+        region.apply(&HeaderChange::Promise { generation: Generation(1), upstairs: Uuid::nil() }).unwrap();
         // These tests look all the time, and need no waking.
         let wake = Arc::new(|| {});
         let options = PoolOptions { depth, max_queued: 1000 };
