@@ -39,7 +39,9 @@ fn fresh() -> MemStorage {
     format_on(&storage, layout, Uuid::from_u128(1), Uuid::nil()).unwrap();
     let (region, _) = RegionCore::load(storage, "mem").unwrap();
     // Above all that the tests write under.
-    region.apply(&HeaderChange::Promise { generation: Generation(1_000_000), upstairs: Uuid::nil() }).unwrap();
+    region
+        .apply(&HeaderChange::Promise { generation: Generation(1_000_000), upstairs: Uuid::nil() })
+        .unwrap();
     region.storage
 }
 

@@ -13,13 +13,11 @@
 //! - Jobs that were unacknowledged when the last Active replica was lost get new numbers above everything that the new
 //!   generation has flushed, so that a flushed mark never covers them wrongly.
 
-use newel_protocol::wire::{Op, StoredBlock};
-use newel_protocol::{BlockKind, BlockRange, BlockState, Generation};
+use newel_protocol::Generation;
 
 use super::api::{LogLevel, ReplicaId, ReplicaSet, Time};
 use super::jobs::{Job, Owner, Purpose, ReadState};
 use super::replica::{Link, Role};
-use super::requests::Kept;
 use super::resync::{Resync, Rule};
 use super::{Core, Phase, QUORUM};
 
@@ -78,6 +76,13 @@ impl Activation {
 }
 
 impl Core {
+    fn stage_ref(&self) -> Option<&Stage> {
+        match &self.phase {
+            Phase::Activating(activation) => Some(&activation.stage),
+            Phase::Serving => None,
+        }
+    }
+
     fn stage_mut(&mut self) -> Option<&mut Stage> {
         match &mut self.phase {
             Phase::Activating(activation) => Some(&mut activation.stage),
@@ -196,7 +201,10 @@ impl Core {
         let kept_power = |id| self.replica(id).welcome.as_ref().is_some_and(|welcome| !welcome.lost_power);
         let complete = members.len() == ReplicaId::COUNT && members.iter().all(kept_power);
         let rule = Rule::Reconcile { generation: self.generation, complete };
-        let resync = Resync::new(rule, members, ReplicaSet::EMPTY, self.blocks, self.next_query);
+        let held = self.requests.kept().into_iter();
+        let held = held.flat_map(|kept| kept.blocks().map(move |block| (block, kept.version))).collect();
+        let resync =
+            Resync::new(rule, members, ReplicaSet::EMPTY, self.blocks, self.next_query).holding(held);
         self.set_stage(Stage::Reconciling { resync: Box::new(resync) });
         self.pump_resync(None);
     }
@@ -209,26 +217,16 @@ impl Core {
         waiting
     }
 
-    /// Stores again what unanswered requests have had acknowledged: a power cut may have taken it since.
+    /// Stores again what unanswered requests have had acknowledged, unless something newer is there: a power cut may have
+    /// taken it since.
     fn store_kept(&mut self, epoch: u64) {
+        let Some(Stage::Reconciling { resync }) = self.stage_ref() else { return };
+        let wanted = |block| !resync.is_outdated(block);
+        let stores: Vec<_> = self.requests.kept().iter().filter_map(|kept| kept.as_store(wanted)).collect();
         let members = self.up_to_date();
-        for kept in self.requests.kept() {
-            let Kept { version, op, payload } = kept;
-            let (range, states): (BlockRange, Vec<BlockState>) = match op {
-                Op::Write { range, crcs } => {
-                    let state = |crc| BlockState { version, crc, kind: BlockKind::Data };
-                    (range, crcs.into_iter().map(state).collect())
-                }
-                Op::Zero { range, .. } => {
-                    let state = BlockState { version, crc: 0, kind: BlockKind::Zero };
-                    (range, vec![state; range.count as usize])
-                }
-                Op::Read { .. } | Op::Flush | Op::Store { .. } => continue,
-            };
-            let blocks =
-                range.blocks().zip(states).map(|(block, state)| StoredBlock { block, state }).collect();
-            let purpose = Purpose::ResyncStore { subject: None, epoch, extent: range.extent() };
-            self.send_internal_job(Op::Store { blocks, join: version }, payload, purpose, members);
+        for (extent, op, payload) in stores {
+            let purpose = Purpose::ResyncStore { subject: None, epoch, extent };
+            self.send_internal_job(op, payload, purpose, members);
         }
     }
 

@@ -3,6 +3,7 @@
 //! Invariants:
 //! - Reconcile: the highest verified version wins unless an unverified copy has a higher bound; then that copy's data is
 //!   adopted under (generation, 0) on all alike.
+//! - What the upstairs itself still holds counts as one more verified copy.
 //! - Catch-up: a copy is dropped only if the joiner's own block is verified, of the generation in force, and at least as new.
 //!   What it holds of an older generation may be an orphan that nobody acknowledged, however high its version.
 //! - A version that is known to have existed and has no good copy left anywhere is not replaced by an older one: its context
@@ -18,6 +19,8 @@ use super::api::{ReplicaId, ReplicaSet};
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Decision {
     Equal,
+    /// The upstairs has what is right, and stores it on all of them.
+    Held,
     Copy {
         source: ReplicaId,
         targets: ReplicaSet,
@@ -41,6 +44,16 @@ fn state_of(states: &States, replica: ReplicaId, index: usize) -> BlockState {
         .unwrap_or(BlockState { kind: BlockKind::Unreadable, ..BlockState::default() })
 }
 
+/// How the winner of one block is found before a generation is served.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reconcile {
+    pub(super) generation: Generation,
+    /// All three take part and none has lost power.
+    pub(super) complete: bool,
+    /// The version of the block that an unanswered request still holds.
+    pub(super) held: Option<Version>,
+}
+
 /// What was acknowledged two of three replicas have executed. So what one alone claims, and can't show, was not, or it is the
 /// work of a context that has rotted; unless it is another's context that is lost.
 fn is_supported(states: &States, members: ReplicaSet, replica: ReplicaId, index: usize) -> bool {
@@ -53,13 +66,8 @@ fn is_supported(states: &States, members: ReplicaSet, replica: ReplicaId, index:
 }
 
 /// The winner of one block among up-to-date replicas, and who lacks it.
-pub(super) fn reconcile(
-    states: &States,
-    members: ReplicaSet,
-    index: usize,
-    generation: Generation,
-    complete: bool,
-) -> Decision {
+pub(super) fn reconcile(states: &States, members: ReplicaSet, index: usize, rule: &Reconcile) -> Decision {
+    let Reconcile { generation, complete, held } = *rule;
     let mut best: Option<(ReplicaId, BlockState)> = None;
     let mut bound: Option<(ReplicaId, BlockState)> = None;
     let mut lost: Option<(ReplicaId, BlockState)> = None;
@@ -78,6 +86,9 @@ pub(super) fn reconcile(
         }
     }
     let version = |place: Option<(ReplicaId, BlockState)>| place.map(|(_, state)| state.version);
+    if held.is_some() && held >= version(best).max(version(bound)).max(version(lost)) {
+        return Decision::Held;
+    }
     if let Some((source, state)) = lost
         && version(lost) > version(best).max(version(bound))
     {
@@ -170,11 +181,29 @@ mod tests {
             set.insert(id);
             set
         });
-        match reconcile(&states, members, 0, GENERATION, complete) {
+        match reconcile(&states, members, 0, &Reconcile { generation: GENERATION, complete, held: None }) {
             Decision::Equal => None,
             Decision::Copy { source, adopt, .. } => Some((source.0, adopt)),
-            Decision::NoSource { .. } => panic!("a reconcile has no one source"),
+            Decision::Held | Decision::NoSource { .. } => {
+                panic!("nothing is held, and there is no one source")
+            }
         }
+    }
+
+    #[test]
+    fn what_an_unanswered_request_holds_is_a_copy_like_others() {
+        let members = ReplicaSet::only(ReplicaId(0));
+        let decide = |state, held| {
+            let states: States = [Some(vec![state]), None, None];
+            let held = Some(data(held).version);
+            reconcile(&states, members, 0, &Reconcile { generation: GENERATION, complete: false, held })
+        };
+        for state in [data(5), torn(5), lost(5), torn(6), lost(6), unknown()] {
+            assert_eq!(decide(state, 6), Decision::Held, "{state:?}");
+        }
+        assert_eq!(decide(data(7), 6), Decision::Equal);
+        assert_eq!(decide(lost(7), 6), Decision::Equal);
+        assert!(matches!(decide(torn(7), 6), Decision::Copy { adopt: true, .. }));
     }
 
     #[test]

@@ -13,8 +13,8 @@ use newel_protocol::{Generation, JobId, Version};
 
 use super::api::{Action, LinkId, LogLevel, ReplicaId, ReplicaSet, StopReason, Time};
 use super::jobs::Owner;
+use super::kept::Kept;
 use super::replica::{Link, Role};
-use super::requests::Kept;
 use super::{Core, QUORUM};
 
 /// How long a replica that said it can't serve is left alone: until somebody did something about it.

@@ -9,7 +9,7 @@
 //! - Guests are served only once a quorum has stored `Activated` of this generation.
 //! - Every connected replica in a role gets every guest change in the order of its number.
 //!
-//! Files: [`jobs`] the table, [`requests`] from guest requests to jobs and back, [`replies`] from replica replies to
+//! Files: [`jobs`] the table, [`requests`] from guest requests to jobs and back, [`kept`] what of them is settled, [`replies`] from replica replies to
 //! acknowledgements, [`links`] connections and leaving, [`activation`] a new generation, [`resync`] making replicas equal, [`decide`] which copy is right,
 //! [`catchup`] a joiner's way to Active, [`replace`] a new region in a slot, [`heal`] bad blocks, [`scrub`] finding them.
 
@@ -22,6 +22,7 @@ mod catchup;
 mod decide;
 mod heal;
 mod jobs;
+mod kept;
 mod links;
 mod replace;
 mod replica;

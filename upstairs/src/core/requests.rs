@@ -16,11 +16,12 @@ use std::collections::VecDeque;
 
 use bytes::{Bytes, BytesMut};
 use newel_protocol::wire::{Op, ReadMode, ZeroMode};
-use newel_protocol::{BLOCK_BYTES, BlockKind, BlockRange, Version, crc};
+use newel_protocol::{BLOCK_BYTES, BlockKind, BlockRange, crc};
 
 use super::Core;
 use super::api::{Action, GuestError, GuestId, GuestOp, GuestReply, Segment, StatusExtent, Time};
 use super::jobs::{AnswerBlocks, Owner, ReqKey, pieces};
+use super::kept::Kept;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 /// Jobs without payload that one request may have under way: a 4 GiB trim must not fill the volume's bound by itself.
@@ -68,14 +69,6 @@ struct GuestRequest {
     failed: Option<GuestError>,
     stamp: u64,
     kept: Vec<Kept>,
-}
-
-/// A settled change of a request that isn't answered yet.
-#[derive(Clone, Debug)]
-pub(super) struct Kept {
-    pub(super) version: Version,
-    pub(super) op: Op,
-    pub(super) payload: Bytes,
 }
 
 #[derive(Debug)]

@@ -7,9 +7,10 @@
 //! Invariants:
 //! - A block is stored only after its data matched the checksum of the context it is stored under.
 //! - What is in flight is bounded: [`OPEN_EXTENTS`] extents, and a window of reads and stores.
+//!
 //! The lowest bit of a digest says that its extent holds unverified blocks, so that equal damage on all replicas is seen.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use bytes::{Bytes, BytesMut};
 use newel_protocol::wire::{ReadMode, Request, StoredBlock};
@@ -18,7 +19,7 @@ use newel_protocol::{
 };
 
 use super::api::{ReplicaId, ReplicaSet};
-use super::decide::{Decision, catch_up, reconcile};
+use super::decide::{Decision, Reconcile, catch_up, reconcile};
 
 /// Extents whose contexts are held at once: 1024 states of 24 bytes from each of three replicas.
 const OPEN_EXTENTS: usize = 8;
@@ -72,6 +73,10 @@ pub(super) struct Resync {
     in_flight: usize,
     failed: Option<String>,
     pub(super) progress: Progress,
+    /// Versions of blocks that unanswered requests still hold.
+    held: BTreeMap<u64, Version>,
+    /// Blocks of which the replicas know a version that is at least as new.
+    outdated: BTreeSet<u64>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -136,7 +141,19 @@ impl Resync {
             in_flight: 0,
             failed: None,
             progress: Progress::default(),
+            held: BTreeMap::new(),
+            outdated: BTreeSet::new(),
         }
+    }
+
+    /// These versions of blocks are at hand without any replica.
+    pub(super) fn holding(self, held: BTreeMap<u64, Version>) -> Self {
+        Self { held, ..self }
+    }
+
+    /// True if what is held of this block must not be stored.
+    pub(super) fn is_outdated(&self, block: u64) -> bool {
+        self.outdated.contains(&block)
     }
 
     /// True if this resync asked that query.
@@ -280,15 +297,23 @@ impl Resync {
         let Some(open) = self.open.get(&extent) else { return };
         let mut copies: VecDeque<Copy> = VecDeque::new();
         for &index in indices {
+            let block = extent.first_block() + index as u64;
             let decision = match self.rule {
                 Rule::Reconcile { generation, complete } => {
-                    reconcile(&open.states, self.members, index, generation, complete)
+                    let held = self.held.get(&block).copied();
+                    let rule = Reconcile { generation, complete, held };
+                    let decision = reconcile(&open.states, self.members, index, &rule);
+                    if decision == Decision::Held {
+                        self.outdated.remove(&block);
+                    } else if held.is_some() {
+                        self.outdated.insert(block);
+                    }
+                    decision
                 }
                 Rule::CatchUp { joiner, source, join } => catch_up(&open.states, joiner, source, join, index),
             };
-            let block = extent.first_block() + index as u64;
             match decision {
-                Decision::Equal => {}
+                Decision::Equal | Decision::Held => {}
                 Decision::Copy { source, targets, state, adopt } => {
                     push_block(&mut copies, source, targets, adopt, StoredBlock { block, state });
                 }
