@@ -87,7 +87,7 @@ fn check_latency(cluster: &mut Cluster) -> String {
 /// Kills the joiner, or whichever replica it may copy from, whenever it has copied a bit; tells how often.
 fn interrupt(cluster: &mut Cluster, random: &mut Random) -> u32 {
     for interruptions in 0..12 {
-        let enough = 200 + random.below(6000);
+        let enough = 200 + random.below(2000);
         let status = cluster.await_status("it catches up", |status| {
             let joiner = &status.replicas[JOINER];
             let copied = joiner.catch_up.as_ref().map_or(0, |progress| progress.blocks_copied);

@@ -70,7 +70,7 @@ impl World {
     /// The upstairs is gone: most clients wait and send again, some are gone too.
     pub(super) fn detach_guests(&mut self, up: usize) {
         for connection in 0..self.guests.len() {
-            let dies = self.rng.random_bool(0.2) && !self.quiet;
+            let dies = self.rng.random_bool(self.plan.guest_dies) && !self.quiet;
             let requests = std::mem::take(&mut self.guests[connection]);
             for (request, by) in requests {
                 if by == Some(up) {

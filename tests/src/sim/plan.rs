@@ -48,6 +48,45 @@ impl Bug {
         Self::ServedEarly,
         Self::ReplacedEarly,
     ];
+
+    /// The faults among which it shows most often, if not among all.
+    fn weights(self) -> Option<&'static [(Fault, u32)]> {
+        match self {
+            Self::AckAtOne | Self::CopyOver | Self::FlushSkipsContexts | Self::StaleSessionNotFenced => None,
+            // A replica that alone has a write, and is away until the upstairs after the next.
+            Self::IgnoreLastActive => {
+                Some(&[(Fault::StallLink, 6), (Fault::KillUpstairs, 6), (Fault::DieMidway, 6)])
+            }
+            Self::LogAfterData => {
+                Some(&[(Fault::PowerCut, 6), (Fault::PowerCutAll, 6), (Fault::KillReplica, 1)])
+            }
+            // Values that were shown and are nowhere else yet.
+            Self::ReadsNotHeld => Some(&[
+                (Fault::PauseReplica, 6),
+                (Fault::DieMidway, 3),
+                (Fault::StallLink, 6),
+                (Fault::Partition, 6),
+                (Fault::KillUpstairs, 6),
+                (Fault::PauseUpstairs, 1),
+                (Fault::DiskStuck, 3),
+            ]),
+            // Replicas that come and go while others die.
+            Self::JoinerCountsEarly | Self::ServedEarly => Some(&[
+                (Fault::KillReplica, 6),
+                (Fault::DieMidway, 4),
+                (Fault::KillAll, 2),
+                (Fault::KillUpstairs, 3),
+                (Fault::Partition, 2),
+            ]),
+            // A replacement, the loss of all who know of it, and a configuration from before.
+            Self::ReplacedEarly => Some(&[
+                (Fault::Replace, 3),
+                (Fault::KillAll, 1),
+                (Fault::KillReplica, 3),
+                (Fault::KillUpstairs, 3),
+            ]),
+        }
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -61,6 +100,8 @@ pub struct Plan {
     pub depth: usize,
     /// Mean time between a guest's answer and its next request.
     pub think: Nanos,
+    /// How likely a guest is gone together with the upstairs, and sends nothing again.
+    pub guest_dies: f64,
     pub network: (Nanos, Nanos),
     pub disk: (Nanos, Nanos),
     /// A replica whose disk is slower by this factor.
@@ -166,6 +207,7 @@ impl Plan {
             connections: rng.random_range(1..=3),
             depth: rng.random_range(1..=3),
             think: rng.random_range(10_000..2 * MS),
+            guest_dies: 0.2,
             network: (5_000, rng.random_range(20_000..2 * MS)),
             disk: (disk_low, disk_low * rng.random_range(2..20)),
             slow: rng.random_bool(0.3).then(|| (rng.random_range(0..3), rng.random_range(5..200))),
@@ -198,15 +240,16 @@ impl Plan {
 
     pub fn with_bug(seed: u64, bug: Bug) -> Self {
         let mut plan = Self { bug: Some(bug), ..Self::new(seed) };
-        if bug == Bug::ReplacedEarly {
-            // It takes a replacement, the loss of all who know of it, and a configuration from before.
-            plan.weights = vec![
-                (Fault::Replace, 3),
-                (Fault::KillAll, 1),
-                (Fault::KillReplica, 3),
-                (Fault::KillUpstairs, 3),
-            ];
-            plan.fault_every = 100 * MS;
+        if let Some(weights) = bug.weights() {
+            plan.weights = weights.to_vec();
+            plan.fault_every = plan.fault_every.min(200 * MS);
+        }
+        if matches!(bug, Bug::ReadsNotHeld | Bug::IgnoreLastActive) {
+            // Rare moments: much has to happen in little time, and what was not answered must not be sent again.
+            (plan.connections, plan.depth, plan.think) = (3, 3, 20_000);
+            plan.faults_for = 5000 * MS;
+            let rare = if bug == Bug::ReadsNotHeld { (0.5, 500_000, 60 * MS) } else { (0.95, MS, 40 * MS) };
+            (plan.guest_dies, plan.network.1, plan.fault_every) = rare;
         }
         plan
     }

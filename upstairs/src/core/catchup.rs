@@ -13,7 +13,7 @@ use bytes::Bytes;
 use newel_protocol::wire::{Op, Request};
 use newel_protocol::{Generation, Version};
 
-use super::api::{LogLevel, ReplicaId, ReplicaSet};
+use super::api::{LogLevel, ReplicaId, ReplicaSet, Time};
 use super::jobs::Purpose;
 use super::replica::{CatchUp, CatchUpStage, Link, Role};
 use super::resync::{Progress, Resync, Rule, Step};
@@ -95,8 +95,17 @@ impl Core {
     }
 
     pub(super) fn pump_resync(&mut self, subject: Option<ReplicaId>) {
-        while let Some(step) = self.resync_mut(subject).and_then(Resync::next_step) {
-            self.send_step(subject, step);
+        if subject.is_some() {
+            self.pace.set_copying(self.now, true);
+            let granted = self.pace.grant(self.now);
+            if let Some(resync) = self.resync_mut(subject) {
+                resync.grant(granted);
+            }
+            self.send_steps(subject);
+            let left = self.resync_mut(subject).map_or(0, |resync| resync.left());
+            self.pace.spend(granted, left);
+        } else {
+            self.send_steps(subject);
         }
         let Some(resync) = self.resync_mut(subject) else { return };
         let (failure, done) = (resync.failure().map(str::to_owned), resync.is_done());
@@ -107,6 +116,35 @@ impl Core {
             (None, Some(reason)) => self.restart_activation(&reason),
             (_, None) if done => self.flush_resynced(subject, epoch),
             (_, None) => {}
+        }
+    }
+
+    /// The joiner that is copied to.
+    fn copying(&self) -> Option<(ReplicaId, &Resync)> {
+        self.replicas.iter().find_map(|replica| match &replica.catch_up_ref()?.stage {
+            CatchUpStage::Copying(resync) => Some((replica.id, &**resync)),
+            CatchUpStage::NoSource | CatchUpStage::Flushing | CatchUpStage::Storing => None,
+        })
+    }
+
+    /// When a joiner may be copied to again, if it waits for that.
+    pub(super) fn pace_deadline(&self) -> Option<Time> {
+        let (_, resync) = self.copying()?;
+        resync.waits_for_grant().then(|| self.pace.next_grant())
+    }
+
+    /// Called after every event: goes on with what had to wait for its time.
+    pub(super) fn check_pace(&mut self) {
+        match self.copying().map(|(id, resync)| (id, resync.waits_for_grant())) {
+            Some((joiner, true)) if self.now >= self.pace.next_grant() => self.pump_resync(Some(joiner)),
+            Some(_) => {}
+            None => self.pace.set_copying(self.now, false),
+        }
+    }
+
+    fn send_steps(&mut self, subject: Option<ReplicaId>) {
+        while let Some(step) = self.resync_mut(subject).and_then(Resync::next_step) {
+            self.send_step(subject, step);
         }
     }
 

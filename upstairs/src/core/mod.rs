@@ -11,7 +11,7 @@
 //!
 //! Files: [`jobs`] the table, [`requests`] from guest requests to jobs and back, [`kept`] what of them is settled, [`replies`] from replica replies to
 //! acknowledgements, [`links`] connections and leaving, [`activation`] a new generation, [`resync`] making replicas equal, [`decide`] which copy is right,
-//! [`catchup`] a joiner's way to Active, [`replace`] a new region in a slot, [`heal`] bad blocks, [`scrub`] finding them.
+//! [`catchup`] a joiner's way to Active, [`pace`] how fast, [`replace`] a new region in a slot, [`heal`] bad blocks, [`scrub`] finding them.
 
 pub mod api;
 pub mod config;
@@ -24,6 +24,7 @@ mod heal;
 mod jobs;
 mod kept;
 mod links;
+mod pace;
 mod replace;
 mod replica;
 mod replies;
@@ -47,6 +48,7 @@ use activation::Activation;
 use api::{Action, Event, LogEvent, LogLevel, ReplicaId, ReplicaSet, StopReason, Time};
 use config::CoreConfig;
 use jobs::{Job, JobTable, Owner, ReadState};
+use pace::Pace;
 use replace::Replacing;
 use replica::Replica;
 use requests::Requests;
@@ -76,6 +78,7 @@ pub struct Core {
     membership_held: bool,
     replacing: Option<Replacing>,
     scrub: Scrub,
+    pace: Pace,
     /// Zero until the first replicas were met.
     blocks: u64,
     /// Unsettled guest jobs and their bytes: what the volume's bound counts.
@@ -117,6 +120,7 @@ impl Core {
             membership: Membership::default(),
             membership_held: false,
             replacing: None,
+            pace: Pace::default(),
             scrub: Scrub::new(now, config.timing.scrub_every),
             blocks: 0,
             open_jobs: 0,
@@ -169,7 +173,14 @@ impl Core {
         };
         let quorum = self.quorum_deadline();
         let stop = self.stopping.as_ref().map(|s| s.until);
-        links.chain(age).chain(phase).chain(quorum).chain(stop).chain(self.scrub_deadline()).min()
+        links
+            .chain(age)
+            .chain(phase)
+            .chain(quorum)
+            .chain(stop)
+            .chain(self.scrub_deadline())
+            .chain(self.pace_deadline())
+            .min()
     }
 
     /// The volume's size once it is known: from the first activation on.
@@ -196,6 +207,7 @@ impl Core {
         self.check_quorum_timeout();
         self.check_stopping();
         self.check_scrub();
+        self.check_pace();
     }
 
     fn on_shutdown(&mut self, within: Duration) {

@@ -136,6 +136,18 @@ impl Replica {
         matches!(self.link, Link::Down { .. })
     }
 
+    pub(super) fn catch_up_ref(&self) -> Option<&CatchUp> {
+        match &self.link {
+            Link::Up(Role::CatchingUp(catch_up)) => Some(catch_up),
+            Link::Down { .. }
+            | Link::Connecting { .. }
+            | Link::Greeting { .. }
+            | Link::Greeted
+            | Link::Promoting { .. }
+            | Link::Up(Role::Activating | Role::Active) => None,
+        }
+    }
+
     pub(super) fn catch_up(&mut self) -> Option<&mut CatchUp> {
         match &mut self.link {
             Link::Up(Role::CatchingUp(catch_up)) => Some(catch_up),

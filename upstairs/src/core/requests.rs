@@ -480,6 +480,7 @@ impl Core {
             return;
         }
         let Some(request) = self.requests.remove(key) else { return };
+        self.pace.note(self.now, self.now.since(request.admitted));
         let reply = match request.failed {
             Some(error) => GuestReply::Failed(error),
             None => match request.kind {

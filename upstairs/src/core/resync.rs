@@ -23,10 +23,12 @@ use super::decide::{Decision, Reconcile, catch_up, reconcile};
 
 /// Extents whose contexts are held at once: 1024 states of 24 bytes from each of three replicas.
 const OPEN_EXTENTS: usize = 8;
-/// Blocks in one copy: 256 KiB, so that a copy never holds up a guest's job for long.
+/// Blocks in one copy of a reconcile: 256 KiB.
 const COPY_BLOCKS: usize = 64;
 /// Copies of a reconcile in flight; no guest waits behind them.
 const RECONCILE_WINDOW: usize = 32;
+/// Blocks in one copy of a catch-up: 64 KiB, as guests' jobs wait behind it.
+const CATCH_UP_BLOCKS: usize = 16;
 /// Copies of a catch-up in flight: enough to hide a round trip, small enough for the guest not to notice.
 const CATCH_UP_WINDOW: usize = 4;
 
@@ -73,6 +75,8 @@ pub(super) struct Resync {
     in_flight: usize,
     failed: Option<String>,
     pub(super) progress: Progress,
+    /// Blocks that a catch-up may copy now; those beyond were taken all the same, for whole copies.
+    granted: i64,
     /// Versions of blocks that unanswered requests still hold.
     held: BTreeMap<u64, Version>,
     /// Blocks of which the replicas know a version that is at least as new.
@@ -141,6 +145,7 @@ impl Resync {
             in_flight: 0,
             failed: None,
             progress: Progress::default(),
+            granted: 0,
             held: BTreeMap::new(),
             outdated: BTreeSet::new(),
         }
@@ -154,6 +159,30 @@ impl Resync {
     /// True if what is held of this block must not be stored.
     pub(super) fn is_outdated(&self, block: u64) -> bool {
         self.outdated.contains(&block)
+    }
+
+    /// A catch-up may copy so many blocks until the next grant.
+    pub(super) fn grant(&mut self, blocks: u64) {
+        self.granted = i64::try_from(blocks).unwrap_or(i64::MAX);
+    }
+
+    /// What is left of the grant; negative if a copy took more.
+    pub(super) fn left(&self) -> i64 {
+        self.granted
+    }
+
+    /// True if only a grant is missing.
+    pub(super) fn waits_for_grant(&self) -> bool {
+        self.granted <= 0
+            && self.in_flight < self.window()
+            && self.open.values().any(|open| !open.waiting.is_empty())
+    }
+
+    fn window(&self) -> usize {
+        match self.rule {
+            Rule::Reconcile { .. } => RECONCILE_WINDOW,
+            Rule::CatchUp { .. } => CATCH_UP_WINDOW,
+        }
     }
 
     /// True if this resync asked that query.
@@ -296,6 +325,10 @@ impl Resync {
     fn plan(&mut self, extent: ExtentId, indices: &[usize]) {
         let Some(open) = self.open.get(&extent) else { return };
         let mut copies: VecDeque<Copy> = VecDeque::new();
+        let most = match self.rule {
+            Rule::Reconcile { .. } => COPY_BLOCKS,
+            Rule::CatchUp { .. } => CATCH_UP_BLOCKS,
+        };
         for &index in indices {
             let block = extent.first_block() + index as u64;
             let decision = match self.rule {
@@ -315,7 +348,7 @@ impl Resync {
             match decision {
                 Decision::Equal | Decision::Held => {}
                 Decision::Copy { source, targets, state, adopt } => {
-                    push_block(&mut copies, source, targets, adopt, StoredBlock { block, state });
+                    push_block(&mut copies, most, source, targets, adopt, StoredBlock { block, state });
                 }
                 Decision::NoSource { wanted } => {
                     let targets = self.members.without(self.source_set());
@@ -324,7 +357,7 @@ impl Resync {
                         None => (ReplicaId(0), BlockKind::Unreadable),
                     };
                     let state = BlockState { kind, ..wanted };
-                    push_block(&mut copies, source, targets, false, StoredBlock { block, state });
+                    push_block(&mut copies, most, source, targets, false, StoredBlock { block, state });
                 }
             }
         }
@@ -340,10 +373,8 @@ impl Resync {
     }
 
     fn start_copies(&mut self) {
-        let window = match self.rule {
-            Rule::Reconcile { .. } => RECONCILE_WINDOW,
-            Rule::CatchUp { .. } => CATCH_UP_WINDOW,
-        };
+        let window = self.window();
+        let paced = matches!(self.rule, Rule::CatchUp { .. });
         let extents: Vec<ExtentId> = self
             .open
             .iter()
@@ -351,9 +382,10 @@ impl Resync {
             .map(|(&extent, _)| extent)
             .collect();
         for extent in extents {
-            while self.in_flight < window {
+            while self.in_flight < window && !(paced && self.granted <= 0) {
                 let Some(open) = self.open.get_mut(&extent) else { break };
                 let Some(copy) = open.waiting.pop_front() else { break };
+                self.granted -= i64::try_from(copy.blocks.len()).unwrap_or(0);
                 if copy.needs_data() {
                     self.in_flight += 1;
                     let number = open.next_copy;
@@ -496,6 +528,7 @@ enum Accept {
 /// Adds a block to the last copy if it continues it, else begins a new one.
 fn push_block(
     copies: &mut VecDeque<Copy>,
+    most: usize,
     source: ReplicaId,
     targets: ReplicaSet,
     adopt: bool,
@@ -506,7 +539,7 @@ fn push_block(
         let unreadable = |b: &StoredBlock| b.state.kind == BlockKind::Unreadable;
         let same_kind = last.blocks.last().is_some_and(|b| unreadable(b) == unreadable(&block));
         let alike = last.source == source && last.targets == targets && last.adopt == adopt && same_kind;
-        if continues && alike && last.blocks.len() < COPY_BLOCKS {
+        if continues && alike && last.blocks.len() < most {
             last.blocks.push(block);
             return;
         }
