@@ -43,8 +43,9 @@ const BOOT_ID_AT: usize = MEMBERS_AT + 3 * 16;
 const COPY_EPOCH_AT: usize = BOOT_ID_AT + 16;
 const COPYING_AT: usize = COPY_EPOCH_AT + 4;
 const LOST_POWER_AT: usize = COPYING_AT + 4;
-const HEADER_END: usize = LOST_POWER_AT + 4;
-const _: () = assert!(HEADER_END == 212 && HEADER_END <= PAGE_BYTES);
+const ALONE_AT: usize = LOST_POWER_AT + 4;
+const HEADER_END: usize = ALONE_AT + 4;
+const _: () = assert!(HEADER_END == 216 && HEADER_END <= PAGE_BYTES);
 
 /// Entries of one group cost one durable write.
 pub const LOG_SLOTS_PER_RECORD: u32 = 512;
@@ -132,6 +133,7 @@ impl Header {
         put(&mut page, COPY_EPOCH_AT, &self.copy_epoch.to_le_bytes());
         put(&mut page, COPYING_AT, &u32::from(self.copying).to_le_bytes());
         put(&mut page, LOST_POWER_AT, &u32::from(self.lost_power).to_le_bytes());
+        put(&mut page, ALONE_AT, &u32::from(self.membership.alone).to_le_bytes());
         seal(&mut page);
         page
     }
@@ -170,6 +172,7 @@ impl Header {
                     get_uuid(page, MEMBERS_AT + 16),
                     get_uuid(page, MEMBERS_AT + 32),
                 ],
+                alone: get_u32(page, ALONE_AT) == 1,
             },
             flushed: Version::new(
                 Generation(get_u32(page, FLUSHED_GENERATION_AT)),
@@ -282,7 +285,7 @@ mod tests {
             promised: Generation(7),
             promised_to: Uuid::from_u128(3),
             last_active: Generation(6),
-            membership: Membership { epoch: 9, regions: [1, 2, 3].map(Uuid::from_u128) },
+            membership: Membership { epoch: 9, regions: [1, 2, 3].map(Uuid::from_u128), alone: true },
             flushed: Version::new(Generation(6), 1234),
             boot_id: Uuid::from_u128(4),
             clean: true,
@@ -309,7 +312,7 @@ mod tests {
         assert_eq!(page[199], 4);
         assert_eq!(page[200..208], [2, 1, 0, 0, 1, 0, 0, 0]);
         assert_eq!(page[208..212], [1, 0, 0, 0]);
-        assert!(page[212..].iter().all(|&byte| byte == 0));
+        assert!(page[216..].iter().all(|&byte| byte == 0));
     }
 
     #[test]

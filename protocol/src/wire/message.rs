@@ -76,6 +76,8 @@ pub struct Hello {
 pub struct Membership {
     pub epoch: u32,
     pub regions: [Uuid; 3],
+    /// Changes may have been acknowledged that one replica alone has executed: an activation needs all three.
+    pub alone: bool,
 }
 
 /// What a replica is asked to do in its job order. All data are whole blocks.

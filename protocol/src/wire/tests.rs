@@ -66,11 +66,11 @@ fn golden_requests() {
     let (region, volume) = (uuid(REGION), uuid(VOLUME));
     check(&Request::Hello(hello), &format!("00000000 0100 0200 {volume} {region} 0700000000000000 01"));
     check(&Request::Promote { generation: Generation(9) }, "01000000 09000000");
-    let membership = Membership { epoch: 4, regions: [REGION, VOLUME, Uuid::nil()] };
+    let membership = Membership { epoch: 4, regions: [REGION, VOLUME, Uuid::nil()], alone: true };
     let nil = uuid(Uuid::nil());
     check(
         &Request::Activated { generation: Generation(9), membership },
-        &format!("02000000 09000000 04000000 {region} {volume} {nil}"),
+        &format!("02000000 09000000 04000000 {region} {volume} {nil} 01 01"),
     );
     let job = |op| Request::Job { job: JobId(0x11), op };
     let range = BlockRange::new(0x22, 2);
@@ -113,7 +113,7 @@ fn golden_replies() {
         blocks: 0x1_0000,
         promised: Generation(5),
         last_active: Generation(4),
-        membership: Membership { epoch: 4, regions: [REGION, VOLUME, Uuid::nil()] },
+        membership: Membership { epoch: 4, regions: [REGION, VOLUME, Uuid::nil()], alone: true },
         lost_power: true,
     };
     let uuid = |uuid: Uuid| format!("1000000000000000 {}", uuid.simple());

@@ -4,7 +4,9 @@
 //! - Between power cuts a sector is linearizable: there is an order of its writes and reads, each between its start and its
 //!   end, in which every read sees the last write. An unacknowledged write may take effect until it is known dead: it never
 //!   appears after the first read that a later generation answered.
-//! - After a power cut and the next activation the sector holds a value that no flushed write had replaced for certain.
+//! - After a power cut and the next activation the sector holds a value that no flushed write had replaced for certain. What
+//!   an older upstairs has not answered yet may have been executed and lost by then: it may answer later, if it slept. The
+//!   upstairs that activates knows what it has not answered, and loses none of that.
 //!
 //! Method: events in order of time; a set of configurations (current value, which open writes have taken effect) grows at
 //! every start and shrinks at every end. No configuration left is a counter-example.
@@ -55,7 +57,7 @@ fn check_sector(sector: usize, accesses: &[Access], history: &History) -> Result
             events.push((end, Order::End, index));
         }
     }
-    events.extend(resets.iter().enumerate().map(|(index, &at)| (at, Order::Reset, index)));
+    events.extend(resets.iter().enumerate().map(|(index, &(at, _))| (at, Order::Reset, index)));
     events.sort_by_key(|&(at, order, index)| (at, order, index));
 
     let mut search =
@@ -65,7 +67,7 @@ fn check_sector(sector: usize, accesses: &[Access], history: &History) -> Result
             Order::Start => search.start(index),
             Order::End => search.end(index, accesses[index].end.is_none()),
             Order::Reset => {
-                search.reset(allowed_after_power_cut(accesses, history, at));
+                search.reset(allowed_after_power_cut(accesses, history, at), resets[index].1);
                 true
             }
         };
@@ -102,16 +104,16 @@ fn effective_ends(accesses: &[Access], history: &History) -> Vec<Option<Nanos>> 
         .collect()
 }
 
-/// Activations before which a replica lost power since the activation before.
-fn resets(history: &History) -> Vec<Nanos> {
+/// Activations before which a replica lost power since the activation before: when, and by which upstairs.
+fn resets(history: &History) -> Vec<(Nanos, usize)> {
     let mut cut = false;
     let mut resets = Vec::new();
     for note in &history.notes {
         match note {
             Note::PowerCut { .. } => cut = true,
-            Note::Served { at, .. } => {
+            Note::Served { at, upstairs, .. } => {
                 if std::mem::take(&mut cut) {
-                    resets.push(*at);
+                    resets.push((*at, *upstairs));
                 }
             }
         }
@@ -238,7 +240,7 @@ impl Search<'_> {
 
     /// Any of these values may be there now; what was open and unanswered may still come. It may also have been there already,
     /// under a newer write that was kept.
-    fn reset(&mut self, allowed: BTreeSet<u32>) {
+    fn reset(&mut self, allowed: BTreeSet<u32>, by: usize) {
         let reads: u32 = self
             .open
             .iter()
@@ -246,6 +248,10 @@ impl Search<'_> {
             .filter_map(|(bit, open)| open.map(|index| (bit, index)))
             .filter(|&(_, index)| matches!(self.accesses[index].action, Action::Read(_)))
             .fold(0, |mask, (bit, _)| mask | 1 << bit);
+        let mut elsewhere = 0;
+        for (bit, open) in self.open.iter().enumerate() {
+            elsewhere |= u32::from(open.is_some_and(|index| self.accesses[index].by != by)) << bit;
+        }
         let done: BTreeSet<u32> = self.configurations.iter().map(|&(_, done)| done).collect();
         let current: BTreeSet<u32> = self.configurations.iter().map(|&(value, _)| value).collect();
         let values: BTreeSet<u32> = allowed.into_iter().chain(current).collect();
@@ -253,6 +259,7 @@ impl Search<'_> {
         for &value in &values {
             for &done in &done {
                 configurations.insert((value, done & reads));
+                configurations.insert((value, done & reads | elsewhere & !reads));
                 configurations.insert((value, done & (reads | self.below(value))));
             }
         }
@@ -279,6 +286,7 @@ mod tests {
                 end,
                 given_up: end.is_none().then_some((45, 0)),
                 guest_op: op as u64,
+                by: 0,
                 fua: false,
             })
             .collect();
@@ -330,5 +338,20 @@ mod tests {
         check(&[(31, 35)], 1, false);
         check(&[(31, 35)], 2, true);
         check(&[(25, 35)], 1, true);
+    }
+
+    #[test]
+    fn an_upstairs_that_slept_may_answer_for_what_a_power_cut_took() {
+        let accesses = [
+            (Write(1), 0, Some(10)),
+            (Write(2), 20, Some(100)),
+            (Read(1), 70, Some(80)),
+            (Read(1), 110, Some(120)),
+        ];
+        for (upstairs, good) in [(1, true), (0, false)] {
+            let notes =
+                [Note::PowerCut { at: 50, replica: 0 }, Note::Served { at: 60, generation: 2, upstairs }];
+            assert_eq!(check(&history(&accesses, &notes, &[])).is_ok(), good);
+        }
     }
 }

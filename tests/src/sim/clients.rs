@@ -32,7 +32,7 @@ impl World {
 
     pub(super) fn submit(&mut self, up: usize, request: &Request) -> Result<(), String> {
         // Every attempt is an operation of its own: one that was not answered may have taken effect.
-        request.note_start(&mut self.history);
+        request.note_start(up, &mut self.history);
         self.note(|| format!("guest to upstairs {up}: {request:?}"));
         self.feed_up(up, up::api::Event::Guest { guest: GuestId(request.number), op: request.op() })
     }
@@ -48,7 +48,8 @@ impl World {
                 self.guests[connection].iter().position(|(r, by)| r.number == guest.0 && *by == Some(up));
             let Some(index) = found else { continue };
             let request = self.guests[connection][index].0.clone();
-            let answered = request.note_end(reply, self.now, self.plan.has_damage(), &mut self.history)?;
+            let answered =
+                request.note_end(reply, up, self.now, self.plan.has_damage(), &mut self.history)?;
             self.note(|| format!("answer to guest: {} {}", guest.0, brief(reply)));
             match answered {
                 Answered::Done => {

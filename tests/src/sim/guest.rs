@@ -129,7 +129,7 @@ impl Request {
     }
 
     /// Notes in the history that a change has begun (it may take effect from now on).
-    pub fn note_start(&self, history: &mut History) {
+    pub fn note_start(&self, up: usize, history: &mut History) {
         let (value, fua) = match self.kind {
             Kind::Write { value, fua } => (value, fua),
             Kind::Zero { fua, .. } => (0, fua),
@@ -143,6 +143,7 @@ impl Request {
                 end: None,
                 given_up: None,
                 guest_op: self.number,
+                by: up,
                 fua,
             });
         }
@@ -152,6 +153,7 @@ impl Request {
     pub fn note_end(
         &self,
         reply: &GuestReply,
+        up: usize,
         now: Nanos,
         damage: bool,
         history: &mut History,
@@ -166,7 +168,7 @@ impl Request {
             (GuestReply::Failed(error), _) => {
                 return Err(format!("request {} failed: {error:?}", self.number));
             }
-            (GuestReply::Data(segments), Kind::Read) => self.note_read(segments, now, history)?,
+            (GuestReply::Data(segments), Kind::Read) => self.note_read(segments, up, now, history)?,
             (GuestReply::Done, Kind::Flush) => history.flushes.push((self.start, now)),
             (GuestReply::Done, Kind::Write { .. } | Kind::Zero { .. } | Kind::Trim) => {
                 self.note_done(now, history)
@@ -197,7 +199,13 @@ impl Request {
         }
     }
 
-    fn note_read(&self, segments: &[Segment], now: Nanos, history: &mut History) -> Result<(), String> {
+    fn note_read(
+        &self,
+        segments: &[Segment],
+        up: usize,
+        now: Nanos,
+        history: &mut History,
+    ) -> Result<(), String> {
         let mut bytes = Vec::new();
         for segment in segments {
             match segment {
@@ -224,6 +232,7 @@ impl Request {
                 end: Some(now),
                 given_up: None,
                 guest_op: self.number,
+                by: up,
                 fua: false,
             });
         }

@@ -22,6 +22,8 @@ pub struct Access {
     /// This attempt will not be answered. Since when, and by which upstairs.
     pub given_up: Option<(Nanos, usize)>,
     pub guest_op: u64,
+    /// The upstairs that was asked.
+    pub by: usize,
     pub fua: bool,
 }
 

@@ -114,6 +114,8 @@ pub struct Plan {
     pub converge_within: Nanos,
     /// Weights of the faults, by [`Fault`].
     pub weights: Vec<(Fault, u32)>,
+    /// Replicas that must have executed what is acknowledged.
+    pub min_replicas: usize,
     pub limits: Limits,
     pub timing: Timing,
 }
@@ -198,6 +200,11 @@ impl Plan {
                 weights.push((Fault::Replace, 4));
             }
         }
+        // A copy that is the only one must not rot or fail.
+        let alone = !damage && (seed / 7) % 8 == 7;
+        if alone {
+            weights.retain(|&(fault, _)| fault != Fault::SyncFails);
+        }
         let disk_low = rng.random_range(5_000..100_000);
         Self {
             seed,
@@ -215,6 +222,7 @@ impl Plan {
             faults_for: rng.random_range(500 * MS..5_000 * MS),
             converge_within: 60_000 * MS,
             weights,
+            min_replicas: if alone { 1 } else { 2 },
             limits: Limits {
                 volume_jobs: rng.random_range(2..40),
                 volume_bytes: 1 << 20,
@@ -239,7 +247,7 @@ impl Plan {
     }
 
     pub fn with_bug(seed: u64, bug: Bug) -> Self {
-        let mut plan = Self { bug: Some(bug), ..Self::new(seed) };
+        let mut plan = Self { bug: Some(bug), min_replicas: 2, ..Self::new(seed) };
         if let Some(weights) = bug.weights() {
             plan.weights = weights.to_vec();
             plan.fault_every = plan.fault_every.min(200 * MS);

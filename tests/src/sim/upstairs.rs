@@ -26,6 +26,7 @@ impl World {
             limits: self.plan.limits.clone(),
             timing: self.plan.timing.clone(),
             heal: true,
+            min_replicas: self.plan.min_replicas,
         };
         self.ups.push(Up {
             core: up::Core::new(config, up::api::Time(self.now)),

@@ -14,6 +14,7 @@
 //!   generation has flushed, so that a flushed mark never covers them wrongly.
 
 use newel_protocol::Generation;
+use newel_protocol::wire::Membership;
 
 use super::api::{LogLevel, ReplicaId, ReplicaSet, Time};
 use super::jobs::{Job, Owner, Purpose, ReadState};
@@ -103,7 +104,8 @@ impl Core {
         let greeted = self.set_of(|replica| matches!(replica.link, Link::Greeted));
         let membership = self.newest_membership(greeted);
         let members = membership.map_or(ReplicaSet::EMPTY, |m| self.countable(m, greeted));
-        let Some(membership) = membership.filter(|_| members.len() >= QUORUM) else {
+        let needed = membership.map_or(QUORUM, |membership| self.needed_under(membership));
+        let Some(membership) = membership.filter(|_| members.len() >= needed) else {
             // The wait begins when a quorum is there, and begins anew if it goes.
             self.set_stage(Stage::Gathering);
             return;
@@ -111,8 +113,19 @@ impl Core {
         if members.len() < ReplicaId::COUNT && !self.waited_enough(members) {
             return;
         }
-        self.set_membership(membership);
+        self.needed = needed;
+        self.set_membership(Membership { alone: self.config.min_replicas < QUORUM, ..membership });
         self.start_promote(members);
+    }
+
+    /// Whoever has executed what was acknowledged must be among them: as many as leave fewer out than acknowledge.
+    fn needed_under(&self, membership: Membership) -> usize {
+        if membership.alone { ReplicaId::COUNT } else { self.needed_to_serve() }
+    }
+
+    /// All that an activation needs must know it before changes are acknowledged under its terms.
+    fn needed_to_serve(&self) -> usize {
+        ReplicaId::COUNT + 1 - self.config.min_replicas
     }
 
     /// True once the wait for a third is over: short as a rule, long if all at hand may have lost writes with their power.
@@ -193,13 +206,14 @@ impl Core {
 
     fn start_reconcile(&mut self) {
         let members = self.up_to_date();
-        if self.participants().len() < QUORUM {
+        if self.participants().len() < self.needed {
             self.restart_activation("the quorum was lost while activating");
             return;
         }
         self.own_generations.insert(self.generation);
         let kept_power = |id| self.replica(id).welcome.as_ref().is_some_and(|welcome| !welcome.lost_power);
-        let complete = members.len() == ReplicaId::COUNT && members.iter().all(kept_power);
+        let complete =
+            self.needed == QUORUM && members.len() == ReplicaId::COUNT && members.iter().all(kept_power);
         let rule = Rule::Reconcile { generation: self.generation, complete };
         let held = self.requests.kept().into_iter();
         let held = held.flat_map(|kept| kept.blocks().map(move |block| (block, kept.version))).collect();
@@ -272,8 +286,8 @@ impl Core {
     }
 
     pub(super) fn serve_if_quorum(&mut self) {
-        let ready =
-            matches!(self.stage_mut(), Some(Stage::WaitingForQuorum)) && self.active().len() >= QUORUM;
+        let ready = matches!(self.stage_mut(), Some(Stage::WaitingForQuorum))
+            && self.active().len() >= self.needed_to_serve();
         if !ready {
             return;
         }
@@ -289,7 +303,7 @@ impl Core {
 
     /// A participant left.
     pub(super) fn activation_lost(&mut self, id: ReplicaId) {
-        let enough = self.participants().len() >= QUORUM;
+        let enough = self.participants().len() >= self.needed;
         let none_active = self.active().is_empty();
         match self.stage_mut() {
             Some(Stage::Promoting { asked }) => {
@@ -350,7 +364,12 @@ impl Core {
     }
 
     fn send_open_jobs(&mut self) {
+        let now = self.now;
         for id in self.jobs.ids(|job| !job.settled && job.is_guest_change()) {
+            if let Some(job) = self.jobs.get_mut(id) {
+                // What it waited for was the quorum, and no replica's fault.
+                job.issued = now;
+            }
             self.send_job(id, self.active());
         }
     }

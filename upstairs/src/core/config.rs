@@ -16,6 +16,9 @@ pub struct CoreConfig {
     pub limits: Limits,
     pub timing: Timing,
     pub heal: bool,
+    /// Active replicas that must have executed a change before it is acknowledged: 2, or 1. With 1 an activation needs all
+    /// three, and so does the first one after it was 1.
+    pub min_replicas: usize,
 }
 
 /// Bounds on what is in flight. The guest waits at the volume's, a replica leaves at its own.

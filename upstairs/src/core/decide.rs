@@ -135,7 +135,9 @@ pub(super) fn catch_up(
     let theirs = state_of(states, source, index);
     let own = state_of(states, joiner, index);
     let own_is_new = own.is_verified() && own.version >= join.max(theirs.version);
-    if own_is_new || (own == theirs && own.is_verified()) {
+    // Should the source have lost its data, the same version is what it lost: the last good copy, maybe.
+    let is_lost_one = !theirs.is_verified() && own.version == theirs.version;
+    if own.is_verified() && (own_is_new || own == theirs || is_lost_one) {
         return Decision::Equal;
     }
     if !theirs.is_verified() {
@@ -224,6 +226,24 @@ mod tests {
         assert_eq!(among(true, [data(4), torn(6), torn(6)]), Some((1, true)));
         // Executed twice, then torn by something newer here, and overtaken there.
         assert_eq!(among(true, [torn(7), torn(6), data(4)]), Some((1, true)));
+    }
+
+    #[test]
+    fn a_joiner_keeps_what_its_source_has_lost() {
+        let (joiner, source, join) = (ReplicaId(0), ReplicaId(1), Version::new(Generation(2), 0));
+        let decide = |own, theirs| {
+            let states: States = [Some(vec![own]), Some(vec![theirs]), None];
+            catch_up(&states, joiner, source, join, 0)
+        };
+        for theirs in [lost(6), torn(6)] {
+            assert_eq!(decide(data(6), theirs), Decision::Equal);
+            // Older, or of a generation that was decided against.
+            for own in [data(5), data(7), torn(6), lost(6)] {
+                assert_eq!(decide(own, theirs), Decision::NoSource { wanted: theirs }, "{own:?}");
+            }
+        }
+        assert_eq!(decide(data(6), data(6)), Decision::Equal);
+        assert!(matches!(decide(data(7), data(6)), Decision::Copy { .. }));
     }
 
     /// Version 6 was acknowledged, held by two of three. One context is noise, and another copy was being overwritten when all

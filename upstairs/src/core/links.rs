@@ -11,11 +11,11 @@ use std::time::Duration;
 use newel_protocol::wire::{Hello, Membership, Refusal, Request, VERSION, Welcome};
 use newel_protocol::{Generation, JobId, Version};
 
+use super::Core;
 use super::api::{Action, LinkId, LogLevel, ReplicaId, ReplicaSet, StopReason, Time};
 use super::jobs::Owner;
 use super::kept::Kept;
 use super::replica::{Link, Role};
-use super::{Core, QUORUM};
 
 /// How long a replica that said it can't serve is left alone: until somebody did something about it.
 const REFUSED_RETRY: Duration = Duration::from_secs(5);
@@ -71,6 +71,7 @@ impl Core {
         replica.welcome = Some(welcome);
         replica.link = Link::Greeted;
         replica.start_pings(now);
+        replica.up_since = now;
         self.join_if_greeted(id);
     }
 
@@ -219,11 +220,11 @@ impl Core {
     }
 
     pub(super) fn note_quorum(&mut self) {
-        let lost = self.is_serving() && self.active().len() < QUORUM;
+        let lost = self.is_serving() && self.active().len() < self.config.min_replicas;
         match (lost, self.quorum_lost_since) {
             (true, None) => {
                 self.quorum_lost_since = Some(self.now);
-                self.log(LogLevel::Error, "quorum lost: writes wait until a second replica is active again");
+                self.log(LogLevel::Error, "quorum lost: writes wait until enough replicas are active again");
             }
             (false, Some(since)) if self.is_serving() => {
                 let waited = self.now.since(since).as_millis();
@@ -281,14 +282,14 @@ impl Core {
             return None;
         }
         let oldest = self.jobs.iter().find(|job| job.owed.contains(id) && job.settled)?;
-        Some(oldest.issued.after(self.config.timing.job_age))
+        Some(oldest.issued.max(self.replica(id).up_since).after(self.config.timing.job_age))
     }
 
     /// True if a quorum of other replicas is Active.
     fn can_do_without(&self, id: ReplicaId) -> bool {
         let mut others = self.active();
         others.remove(id);
-        self.is_serving() && others.len() >= QUORUM
+        self.is_serving() && others.len() >= self.config.min_replicas
     }
 
     /// A replica over its bound leaves if the others are a quorum and owe less than half of it themselves.

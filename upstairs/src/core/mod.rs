@@ -4,7 +4,7 @@
 //! clock, no I/O, no randomness and no hashing order in here: the same events give the same actions.
 //!
 //! Invariants (each is checked where it could break, and by the simulator):
-//! - A write is acknowledged only once `QUORUM` replicas executed it that were Active then or became so since.
+//! - A write is acknowledged only once `min_replicas` replicas executed it that were Active then or became so since.
 //! - A read's answer leaves only when every version it shows is acknowledged.
 //! - Guests are served only once a quorum has stored `Activated` of this generation.
 //! - Every connected replica in a role gets every guest change in the order of its number.
@@ -54,7 +54,7 @@ use replica::Replica;
 use requests::Requests;
 use scrub::Scrub;
 
-/// Replicas that must agree: 2 of 3.
+/// Replicas that must agree on memberships, and on everything else unless `min_replicas` says otherwise: 2 of 3.
 pub const QUORUM: usize = 2;
 
 #[derive(Debug)]
@@ -76,6 +76,8 @@ pub struct Core {
     membership: Membership,
     /// True once two members are known to have stored it.
     membership_held: bool,
+    /// Replicas that the activation under way needs.
+    needed: usize,
     replacing: Option<Replacing>,
     scrub: Scrub,
     pace: Pace,
@@ -119,6 +121,7 @@ impl Core {
             own_generations: BTreeSet::new(),
             membership: Membership::default(),
             membership_held: false,
+            needed: QUORUM,
             replacing: None,
             pace: Pace::default(),
             scrub: Scrub::new(now, config.timing.scrub_every),
@@ -225,7 +228,7 @@ impl Core {
         // Not only a quorum: whoever is left behind now has to catch up after the next start.
         let idle = self.replicas.iter().all(|replica| replica.queue_jobs == 0);
         let flushed = flush.is_some_and(|id| !self.jobs.is_unacknowledged(id)) && idle;
-        let serving = matches!(self.phase, Phase::Serving) && self.active().len() >= QUORUM;
+        let serving = matches!(self.phase, Phase::Serving) && self.active().len() >= self.config.min_replicas;
         if late || flushed || !serving {
             if !late && self.requests.open() > 0 && serving {
                 return;

@@ -131,7 +131,7 @@ impl Core {
         let Some(place) = regions.iter().position(|region| !kept.contains(region)) else { return };
         let old = std::mem::replace(&mut regions[place], region);
         let epoch = self.membership.epoch.saturating_add(1);
-        self.set_membership(Membership { epoch, regions });
+        self.set_membership(Membership { epoch, regions, ..self.membership });
         self.log(
             LogLevel::Info,
             format!("region {region} takes the place of region {old} once both others have stored that (epoch {epoch})"),
@@ -204,7 +204,7 @@ impl Core {
         for id in greeted.iter() {
             regions[id.index()] = self.replica(id).welcome.as_ref()?.region;
         }
-        Some(Membership { epoch: 1, regions })
+        Some(Membership { epoch: 1, regions, alone: false })
     }
 
     /// Those of the greeted that an activation under this membership may count, the others told why they can't.

@@ -116,7 +116,7 @@ impl Core {
             .into_iter()
             .filter(|&id| job.counted.contains(id) || (job.done.contains(id) && active.contains(id)))
             .count();
-        if counts >= QUORUM && self.is_serving() {
+        if counts >= self.config.min_replicas && self.is_serving() {
             self.settle(job_id, Ok(None));
         }
     }

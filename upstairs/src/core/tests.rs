@@ -207,6 +207,7 @@ impl World {
             },
             timing: Timing::default(),
             heal: true,
+            min_replicas: 2,
         })
     }
 
@@ -392,6 +393,46 @@ fn a_fresh_volume_waits_for_all_three() {
     assert_eq!(world.core.status().state, "serving");
 }
 
+/// Replicas in their places, for another upstairs.
+fn hand_over(from: World, min_replicas: usize) -> World {
+    let mut config = from.core.config.clone();
+    config.upstairs = Uuid::from_u128(config.upstairs.as_u128() + 1);
+    config.min_replicas = min_replicas;
+    let mut world = World::with(config);
+    world.fakes = from.fakes;
+    for fake in &mut world.fakes {
+        fake.link = None;
+        fake.inbox.clear();
+    }
+    world
+}
+
+#[test]
+fn one_replica_alone_acknowledges_only_where_all_three_must_come_back() {
+    let mut world = hand_over(World::new(), 1);
+    world.run(6000);
+    assert_eq!(world.core.status().state, "serving");
+    world.kill(1);
+    world.kill(2);
+    world.write(0, &[7; 4096]);
+    // The one that has it is away: nobody goes on without it, whatever this upstairs would do with.
+    for min_replicas in [1, 2] {
+        world = hand_over(world, min_replicas);
+        (0..3).for_each(|replica| world.fakes[replica].up = replica != 0);
+        world.run(6000);
+        assert_eq!(world.core.status().state, "activating", "min_replicas = {min_replicas}");
+    }
+    world.fakes[0].up = true;
+    world.run(6000);
+    assert_eq!(world.read(0, 4096), [7; 4096]);
+    world.assert_converged();
+    // From here on two are enough.
+    world = hand_over(world, 2);
+    world.fakes[0].up = false;
+    world.run(6000);
+    assert_eq!(world.read(0, 4096), [7; 4096]);
+}
+
 #[test]
 fn a_killed_replica_comes_back_by_copying_what_it_missed() {
     let mut world = World::serving();
@@ -522,7 +563,7 @@ fn a_stale_replica_is_never_a_source() {
 fn an_unverified_block_is_adopted_only_above_every_verified_one() {
     for (bound, expected) in [(5, 1), (7, 9)] {
         let mut world = World::new();
-        let members = Membership { epoch: 1, regions: [1, 2, 3].map(Uuid::from_u128) };
+        let members = Membership { epoch: 1, regions: [1, 2, 3].map(Uuid::from_u128), alone: false };
         for fake in &mut world.fakes {
             fake.membership = members;
             fake.set(0, Version::new(Generation(0), 6), Some(Bytes::from(vec![1; 4096])));

@@ -75,7 +75,9 @@ fn a_new_region_takes_a_slot_and_catches_up() {
         assert_eq!(status.membership_epoch, 2);
         assert_eq!(status.replicas[1].region, Uuid::from_u128(9).to_string());
         let regions = [1, 9, 3].map(Uuid::from_u128);
-        assert!(world.fakes.iter().all(|fake| fake.membership == Membership { epoch: 2, regions }));
+        assert!(
+            world.fakes.iter().all(|fake| fake.membership == Membership { epoch: 2, regions, alone: false })
+        );
         assert_eq!(
             old.state(1).version.sequence,
             world.fakes[0].state(0).version.sequence,

@@ -10,6 +10,7 @@ use serde::Deserialize;
 use uuid::Uuid;
 
 use super::nbd::ListenAddr;
+use crate::core::QUORUM;
 use crate::core::api::ReplicaId;
 use crate::core::config::{CoreConfig, Limits, Timing};
 
@@ -36,6 +37,9 @@ pub(crate) struct RunArgs {
     /// Push out another upstairs that serves this volume
     #[arg(long)]
     takeover: bool,
+    /// Replicas that must have executed a change before it is acknowledged: 2, or 1, which then needs all three at each start
+    #[arg(long, value_name = "N")]
+    min_replicas: Option<usize>,
     /// Allow listening and connecting in plain text where other hosts can listen in
     #[arg(long)]
     allow_plaintext: bool,
@@ -53,6 +57,7 @@ struct File {
     listen: Option<Vec<String>>,
     status: Option<String>,
     takeover: Option<bool>,
+    min_replicas: Option<usize>,
     allow_plaintext: Option<bool>,
     log: Option<String>,
     #[serde(default)]
@@ -142,6 +147,7 @@ impl Config {
                 limits: file.limits.check()?,
                 timing: file.timing.check()?,
                 heal: true,
+                min_replicas: min_replicas(args.min_replicas.or(file.min_replicas))?,
             },
             name,
         })
@@ -162,6 +168,16 @@ pub(crate) fn check_replica(address: &str) -> Result<()> {
         bail!("{address:?} is no address of a replica: write HOST:PORT");
     }
     Ok(())
+}
+
+fn min_replicas(given: Option<usize>) -> Result<usize> {
+    match given.unwrap_or(QUORUM) {
+        number @ 1..=QUORUM => Ok(number),
+        number => bail!(
+            "min_replicas = {number}: it is 2 (one of three replicas may be lost), or 1 (a guest goes on with one replica, and \
+             every start needs all three)"
+        ),
+    }
 }
 
 fn three(replicas: Vec<String>) -> Result<[String; ReplicaId::COUNT]> {
