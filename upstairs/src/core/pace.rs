@@ -182,7 +182,7 @@ impl Pace {
 
 /// Buckets a doubling.
 const STEPS: u64 = 8;
-const BUCKETS: usize = 64 * STEPS as usize;
+const BUCKETS: usize = 64 * 8;
 
 /// How long the requests of one interval took, in buckets of an eighth of a doubling.
 #[derive(Debug)]
