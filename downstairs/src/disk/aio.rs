@@ -128,6 +128,29 @@ pub(super) struct Batch {
     iocbs: Vec<Iocb>,
     iovecs: Vec<libc::iovec>,
     pointers: Vec<*mut Iocb>,
+    bytes: u64,
+}
+
+/// What one submission did.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Submitted {
+    pub requests: usize,
+    pub bytes: u64,
+    pub took: Duration,
+    pub ended: Option<Instant>,
+    /// The thread slept in the kernel, which is not the same as being kept from a processor by others.
+    pub slept: bool,
+}
+
+/// How often this thread gave up its processor of its own accord.
+fn sleeps_of_this_thread() -> libc::c_long {
+    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: the kernel fills a struct rusage, which lives throughout the call; all of its bytes being zero is a valid value
+    // of it, should the call fail.
+    unsafe {
+        libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr());
+        usage.assume_init().ru_nvcsw
+    }
 }
 
 /// What a waiting thread keeps between calls.
@@ -166,11 +189,12 @@ impl<T> Ring<T> {
         requests: &mut VecDeque<Request<T>>,
         batch: &mut Batch,
         refused: &mut Vec<Completion<T>>,
-    ) {
+    ) -> Submitted {
         if requests.is_empty() {
-            return;
+            return Submitted::default();
         }
         let began = self.stage(requests, batch);
+        let sleeps = sleeps_of_this_thread();
         let mut done = 0;
         while done < batch.pointers.len() {
             match self.io_submit(batch, done) {
@@ -191,7 +215,8 @@ impl<T> Ring<T> {
             }
         }
         let ended = Instant::now();
-        if ended.duration_since(began) > SLOW_SUBMIT {
+        let took = ended.duration_since(began);
+        if took > SLOW_SUBMIT {
             // Slots are filled by this thread only: what is still there is of this batch.
             let mut slots = lock(&self.slots);
             for slot in batch.iocbs.iter().filter_map(|iocb| usize::try_from(iocb.data).ok()) {
@@ -200,6 +225,13 @@ impl<T> Ring<T> {
                 }
             }
         }
+        Submitted {
+            requests: batch.pointers.len(),
+            bytes: batch.bytes,
+            took,
+            ended: Some(ended),
+            slept: took > SLOW_SUBMIT && sleeps_of_this_thread() > sleeps,
+        }
     }
 
     /// Moves requests into slots and describes them to the kernel.
@@ -207,6 +239,7 @@ impl<T> Ring<T> {
         batch.iocbs.clear();
         batch.iovecs.clear();
         batch.pointers.clear();
+        batch.bytes = 0;
         let mut slots = lock(&self.slots);
         while slots.free.is_empty() {
             slots.waiting = true;
@@ -217,6 +250,7 @@ impl<T> Ring<T> {
             && let Some(Request { offset, payload, user }) = requests.pop_front()
         {
             slots.free.pop();
+            batch.bytes += payload.len() as u64;
             let (opcode, buffer, bytes) = describe(&payload, &mut batch.iovecs);
             batch.iocbs.push(Iocb {
                 data: slot as u64,

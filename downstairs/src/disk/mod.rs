@@ -68,7 +68,7 @@ pub use create::{CreateOptions, Prealloc, create_region};
 #[cfg(feature = "daemon")]
 pub use file::{FileStorage, OpenOptions, Region};
 #[cfg(feature = "daemon")]
-pub use pool::{Pool, PoolOptions, Wake};
+pub use pool::{LongestSubmit, Pool, PoolOptions, SubmitSnapshot, SubmitTimes, SubmitTimesByLane, Wake};
 
 /// A thread that panicked holding one of our locks left the value whole: every critical section here replaces values
 /// and none leaves one half changed.

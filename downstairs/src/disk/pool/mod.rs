@@ -14,6 +14,7 @@
 mod meta;
 mod queue;
 mod read;
+mod submit_times;
 mod write;
 
 #[cfg(test)]
@@ -28,6 +29,7 @@ use newel_protocol::wire::StageTimes;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 
 use self::queue::{Queue, Queued};
+pub use self::submit_times::{LongestSubmit, SubmitSnapshot, SubmitTimes};
 use super::error::RegionError;
 use super::file::Region;
 use super::lock;
@@ -53,11 +55,19 @@ impl Default for PoolOptions {
 /// Depths that make sense: one request at least, and no more than a system allows for all rings by default (65,536).
 const MAX_DEPTH: u32 = 4096;
 
+/// For the lanes that hand requests to the kernel in batches.
+#[derive(Debug, Default)]
+pub struct SubmitTimesByLane {
+    pub writes: SubmitTimes,
+    pub reads: SubmitTimes,
+}
+
 pub struct Pool {
     writes: Arc<Queue>,
     reads: Arc<Queue>,
     flushes: Arc<Queue>,
     metadata: Arc<Queue>,
+    submit_times: Arc<SubmitTimesByLane>,
     sink: Arc<Sink>,
     /// Whose completions the reactor takes itself, when `completions` says that there are some.
     write_lane: Option<Arc<write::Lane>>,
@@ -86,16 +96,17 @@ impl Pool {
             reads: queue(),
             flushes: queue(),
             metadata: queue(),
+            submit_times: Arc::default(),
             sink: Arc::new(Sink { done: Mutex::new(Vec::new()), wake }),
             write_lane: None,
             completions,
             threads: Vec::with_capacity(5),
         };
         // Whatever was started before an error stops as the pool is dropped.
-        let writes = write::Lane::new(&region, &pool.writes, &pool.sink, depth, raised)?;
+        let writes = write::Lane::new(&region, &pool.writes, &pool.sink, &pool.submit_times, depth, raised)?;
         pool.write_lane = Some(Arc::clone(&writes));
         pool.spawn("newel-w", move || writes.run())?;
-        let reads = read::Lane::new(&region, &pool.reads, &pool.sink, depth)?;
+        let reads = read::Lane::new(&region, &pool.reads, &pool.sink, &pool.submit_times, depth)?;
         // The thread that submits comes first: as it ends it tells the other one to.
         let submitter = Arc::clone(&reads);
         pool.spawn("newel-r", move || submitter.run())?;
@@ -149,6 +160,11 @@ impl Pool {
     /// saves the wake-up of a thread between the device and the reactor.
     pub fn completion_fd(&self) -> BorrowedFd<'_> {
         self.completions.as_fd()
+    }
+
+    /// How long submitting took, from now on.
+    pub fn submit_times(&self) -> Arc<SubmitTimesByLane> {
+        Arc::clone(&self.submit_times)
     }
 
     /// Finishes what was handed in and ends the threads; results not yet taken can't be any more.

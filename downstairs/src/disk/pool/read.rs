@@ -13,7 +13,7 @@ use bytes::Bytes;
 use newel_protocol::BlockState;
 
 use super::queue::{Queue, Queued};
-use super::{Sink, done};
+use super::{Sink, SubmitTimesByLane, done};
 use crate::core::api::{DiskDone, DiskError, DiskOp, DiskOutcome, OpId};
 use crate::disk::aio::{Batch, Completion, Payload, Request, Ring};
 use crate::disk::error::RegionError;
@@ -24,6 +24,7 @@ pub(super) struct Lane {
     region: Arc<Region>,
     queue: Arc<Queue>,
     sink: Arc<Sink>,
+    times: Arc<SubmitTimesByLane>,
     ring: Ring<Option<Job>>,
 }
 
@@ -38,6 +39,7 @@ impl Lane {
         region: &Arc<Region>,
         queue: &Arc<Queue>,
         sink: &Arc<Sink>,
+        times: &Arc<SubmitTimesByLane>,
         depth: u32,
     ) -> Result<Arc<Self>, RegionError> {
         let storage = region.storage();
@@ -47,6 +49,7 @@ impl Lane {
             region: Arc::clone(region),
             queue: Arc::clone(queue),
             sink: Arc::clone(sink),
+            times: Arc::clone(times),
             ring,
         }))
     }
@@ -69,7 +72,8 @@ impl Lane {
             }
             self.sink.push(answers);
             while !requests.is_empty() {
-                self.ring.submit(&mut requests, &mut batch, &mut refused);
+                let submitted = self.ring.submit(&mut requests, &mut batch, &mut refused);
+                self.times.reads.record(submitted);
             }
             self.complete(&mut refused);
         }

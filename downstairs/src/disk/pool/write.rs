@@ -23,7 +23,7 @@ use newel_protocol::BlockRange;
 use newel_protocol::wire::ZeroMode;
 
 use super::queue::{Queue, Queued};
-use super::{Sink, done};
+use super::{Sink, SubmitTimesByLane, done};
 use crate::core::api::{DiskDone, DiskError, DiskOp, DiskOutcome, OpId};
 use crate::disk::aio::{Batch, Completion, Events, Payload, Request, Ring};
 use crate::disk::change::Change;
@@ -39,6 +39,7 @@ pub(super) struct Lane {
     region: Arc<Region>,
     queue: Arc<Queue>,
     sink: Arc<Sink>,
+    times: Arc<SubmitTimesByLane>,
     ring: Ring<Parts>,
     /// Of the reactor.
     polled: Mutex<(Events, Vec<Completion<Parts>>)>,
@@ -89,6 +90,7 @@ impl Lane {
         region: &Arc<Region>,
         queue: &Arc<Queue>,
         sink: &Arc<Sink>,
+        times: &Arc<SubmitTimesByLane>,
         depth: u32,
         eventfd: OwnedFd,
     ) -> Result<Arc<Self>, RegionError> {
@@ -101,6 +103,7 @@ impl Lane {
             region: Arc::clone(region),
             queue: Arc::clone(queue),
             sink: Arc::clone(sink),
+            times: Arc::clone(times),
             ring,
             polled,
             repairs: Mutex::default(),
@@ -121,7 +124,8 @@ impl Lane {
             }
             self.merge(&mut ready, &mut requests);
             while !requests.is_empty() {
-                self.ring.submit(&mut requests, &mut batch, &mut refused);
+                let submitted = self.ring.submit(&mut requests, &mut batch, &mut refused);
+                self.times.writes.record(submitted);
             }
             let now = Instant::now();
             let failed = refused.drain(..).flat_map(|Completion { user, .. }| user.into_parts());
