@@ -230,23 +230,30 @@ impl<S: Storage> RegionCore<S> {
     /// Writes contexts through the cache and keeps the digests. Each entry: block, old, new.
     pub(crate) fn write_pairs(&self, updates: &mut [(u64, Pair, Pair)]) -> Result<(), DiskError> {
         updates.sort_unstable_by_key(|&(block, ..)| block);
-        let mut bytes = Vec::with_capacity(updates.len() * PAIR_BYTES);
+        let mut bytes = vec![0; updates.len() * PAIR_BYTES];
+        for ((block, _, new), place) in updates.iter().zip(bytes.as_chunks_mut().0) {
+            new.encode(*block, place);
+        }
+        let mut rest: &[u8] = &bytes;
+        let mut writes = Vec::with_capacity(updates.len());
+        let mut firsts = Vec::with_capacity(updates.len());
         for run in updates.chunk_by(|(a, ..), (b, ..)| a + 1 == *b) {
             let Some(&(first, ..)) = run.first() else { continue };
-            bytes.clear();
-            for (block, _, new) in run {
-                let mut pair = [0; PAIR_BYTES];
-                new.encode(*block, &mut pair);
-                bytes.extend_from_slice(&pair);
-            }
-            // A context that could not be written leaves data under a context that isn't theirs: that is final.
-            self.storage.write_cached(self.layout.context_offset(first), &bytes).map_err(|error| {
-                self.fail(self.error("writing contexts", &format_args!("block {first}"), &error))
-            })?;
-            self.pairs.wrote(first, &bytes);
-            for (block, old, new) in run {
-                self.update_digest(*block, &old.latest, &new.latest);
-            }
+            let Some((these, others)) = rest.split_at_checked(run.len() * PAIR_BYTES) else { break };
+            writes.push((self.layout.context_offset(first), these));
+            firsts.push(first);
+            rest = others;
+        }
+        // A context that could not be written leaves data under a context that isn't theirs: that is final.
+        self.storage.write_cached_many(&writes).map_err(|error| {
+            let first = firsts.first().copied().unwrap_or_default();
+            self.fail(self.error("writing contexts", &format_args!("block {first} and others"), &error))
+        })?;
+        for (first, (_, bytes)) in firsts.iter().zip(&writes) {
+            self.pairs.wrote(*first, bytes);
+        }
+        for (block, old, new) in updates.iter() {
+            self.update_digest(*block, &old.latest, &new.latest);
         }
         Ok(())
     }

@@ -47,8 +47,12 @@ pub enum RegionError {
     DeviceTooSmall { path: String, found: u64, size: u64, needed: u64 },
     #[error("{path}: {source}")]
     Layout { path: String, source: LayoutError },
-    #[error("{path}: cannot set up {depth} asynchronous requests: {source}; raise fs.aio-max-nr")]
-    Aio { path: String, depth: u32, source: io::Error },
+    #[cfg(feature = "daemon")]
+    #[error(
+        "{path}: engine {engine:?} cannot be set up for {depth} requests: {source}; raise fs.aio-max-nr if it is aio, or choose \
+         another --engine"
+    )]
+    Engine { path: String, engine: super::engine::EngineKind, depth: u32, source: io::Error },
     #[error("cannot start thread {name}: {source}")]
     Thread { name: &'static str, source: io::Error },
     #[error("cannot read {path}: {source}")]

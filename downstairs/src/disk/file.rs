@@ -10,11 +10,11 @@
 
 use std::fs::{File, OpenOptions as FileOptions};
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 
 use rustix::fs::{
     Advice, AtFlags, FallocateFlags, OFlags, SeekFrom, StatxFlags, fadvise, fallocate, fdatasync,
@@ -23,8 +23,11 @@ use rustix::io::{Errno, ReadWriteFlags, pwritev2};
 use tracing::{info, warn};
 use uuid::Uuid;
 
+use super::aio::CachedWrites;
 use super::buffer::{AlignedBuf, BufferPool};
+use super::device::DeviceQueue;
 use super::error::RegionError;
+use super::lock;
 use super::open::{OpenReport, in_turn};
 use super::owner::{lock_exclusively, open_error};
 use super::region::RegionCore;
@@ -38,6 +41,8 @@ const USUAL_ALIGN_BYTES: usize = 512;
 const BUFFERS_KEPT_BYTES: usize = 64 << 20;
 /// More readers than this do not make a disk faster.
 const MAX_VERIFY_THREADS: usize = 8;
+/// As many as the write lane has at once, most of the time.
+const CONTEXTS_AT_ONCE: u32 = 64;
 /// Opening says how far it is whenever this share of the work is done.
 const PROGRESS_STEPS: u32 = 10;
 
@@ -159,6 +164,9 @@ pub struct FileStorage {
     direct: File,
     path: PathBuf,
     align_bytes: usize,
+    is_direct: bool,
+    /// Many contexts at once; `None` if the system allows no more rings.
+    contexts: Option<Mutex<CachedWrites>>,
     pub(super) is_device: bool,
     pub(super) buffers: Arc<BufferPool>,
 }
@@ -210,7 +218,9 @@ impl FileStorage {
         };
         let align_bytes = if is_direct { memory_alignment(&direct) } else { 1 };
         let buffers = BufferPool::new(BUFFERS_KEPT_BYTES);
-        Ok(Self { cached, direct, path: path.to_owned(), align_bytes, is_device, buffers })
+        let contexts = if write { contexts_ring(&name) } else { None };
+        let path = path.to_owned();
+        Ok(Self { cached, direct, path, align_bytes, is_direct, contexts, is_device, buffers })
     }
 
     pub(super) fn cached(&self) -> &File {
@@ -224,6 +234,16 @@ impl FileStorage {
     /// True if the device can take these bytes from where they are.
     pub(super) fn is_aligned(&self, bytes: &[u8]) -> bool {
         bytes.as_ptr().addr().is_multiple_of(self.align_bytes)
+    }
+}
+
+fn contexts_ring(name: &str) -> Option<Mutex<CachedWrites>> {
+    match CachedWrites::new(CONTEXTS_AT_ONCE) {
+        Ok(writes) => Some(Mutex::new(writes)),
+        Err(error) => {
+            warn!("{name}: contexts are written one by one: {error}; raise fs.aio-max-nr");
+            None
+        }
     }
 }
 
@@ -249,6 +269,16 @@ impl Storage for FileStorage {
 
     fn write_cached(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.cached.write_all_at(bytes, offset)
+    }
+
+    fn write_cached_many(&self, writes: &[(u64, &[u8])]) -> io::Result<()> {
+        if let (Some(contexts), true) = (&self.contexts, writes.len() > 1)
+            && lock(contexts).write(self.cached.as_fd(), writes).is_ok()
+        {
+            return Ok(());
+        }
+        // One alone, or whatever went wrong: again, to see what is wrong with which.
+        writes.iter().try_for_each(|&(offset, bytes)| self.write_cached(offset, bytes))
     }
 
     fn write_durable(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
@@ -308,13 +338,21 @@ impl FileStorage {
         aligned
     }
 
-    pub(super) fn direct_fd(&self) -> io::Result<std::os::fd::OwnedFd> {
-        Ok(self.direct.try_clone()?.into())
+    pub(super) fn direct_file(&self) -> io::Result<File> {
+        self.direct.try_clone()
+    }
+
+    /// False if data goes through the page cache because the file system knows nothing else.
+    pub(super) fn is_direct(&self) -> bool {
+        self.is_direct
+    }
+
+    pub(super) fn device_queue(&self) -> DeviceQueue {
+        DeviceQueue::under(&self.cached)
     }
 }
 
 fn write_dsync(file: &File, mut offset: u64, mut bytes: &[u8]) -> Result<(), Errno> {
-    use std::os::fd::AsFd;
     let fd: BorrowedFd<'_> = file.as_fd();
     while !bytes.is_empty() {
         let written = match pwritev2(fd, &[io::IoSlice::new(bytes)], offset, ReadWriteFlags::DSYNC) {

@@ -36,13 +36,27 @@ pub mod cli;
 #[cfg(feature = "daemon")]
 mod create;
 #[cfg(feature = "daemon")]
+mod device;
+#[cfg(feature = "daemon")]
+mod engine;
+#[cfg(feature = "daemon")]
 mod file;
 #[cfg(feature = "daemon")]
 mod owner;
 #[cfg(feature = "daemon")]
 mod pool;
 #[cfg(feature = "daemon")]
+mod psync;
+#[cfg(feature = "daemon")]
+mod slots;
+#[cfg(feature = "uring")]
+mod uring;
+#[cfg(feature = "daemon")]
 pub mod yardstick;
+
+#[cfg(test)]
+#[cfg(feature = "daemon")]
+mod engine_tests;
 
 #[cfg(test)]
 mod crash_tests;
@@ -65,6 +79,8 @@ pub use storage::Storage;
 
 #[cfg(feature = "daemon")]
 pub use create::{CreateOptions, Prealloc, create_region};
+#[cfg(feature = "daemon")]
+pub use engine::EngineKind;
 #[cfg(feature = "daemon")]
 pub use file::{FileStorage, OpenOptions, Region};
 #[cfg(feature = "daemon")]

@@ -11,7 +11,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Mutex, OnceLock};
 
 use newel_protocol::wire::Membership;
@@ -136,6 +136,7 @@ impl<S: Storage> RegionCore<S> {
             pairs: PairCache::new(&layout),
             punches: Punches::default(),
             failed: OnceLock::new(),
+            syncs: AtomicU64::new(0),
         };
         Ok((region, report))
     }

@@ -40,6 +40,11 @@ impl ReadPlan {
         }
     }
 
+    /// True if the data is handed on as it is read, and nothing is computed from it.
+    pub fn is_plain(&self) -> bool {
+        self.mode == ReadMode::Data && self.fetch.is_some_and(|fetch| fetch.count == self.wanted)
+    }
+
     fn settle(&mut self) {
         let mut wanted =
             self.range.blocks().zip(&self.states).filter(|(_, state)| Self::wants(self.mode, state));

@@ -51,6 +51,8 @@ pub struct RegionCore<S> {
     pub(crate) copying: Copying,
     pub(crate) punches: Punches,
     pub(crate) failed: OnceLock<DiskError>,
+    /// Syncs of the whole medium since it was opened.
+    pub(crate) syncs: AtomicU64,
 }
 
 /// Copies (`Store`) carry old versions, of which the flushed mark says nothing. So the header says durably, before the
@@ -112,6 +114,11 @@ impl<S: Storage> RegionCore<S> {
         let from = first.0 as usize;
         let digests = self.digests.get(from..).unwrap_or_default();
         digests.iter().take(count as usize).map(ExtentDigest::value).collect()
+    }
+
+    /// How often everything was synced, which many flushes may share.
+    pub fn syncs(&self) -> u64 {
+        self.syncs.load(Ordering::Relaxed)
     }
 
     /// The error that put this region out of service, if one did.
@@ -195,6 +202,7 @@ impl<S: Storage> RegionCore<S> {
         let planned = self.copying.planned.load(Ordering::SeqCst);
         let all_ended = self.copying.ended.load(Ordering::SeqCst) == planned;
         self.punches.ripen();
+        self.syncs.fetch_add(1, Ordering::Relaxed);
         self.storage.sync().map_err(|error| self.fail(self.error("fdatasync", &"all blocks", &error)))?;
         let mark = mark.filter(|&mark| mark > self.flushed_mark());
         let copying = self.copying.epoch.load(Ordering::SeqCst) != NOT_COPYING;

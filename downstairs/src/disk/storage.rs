@@ -20,6 +20,11 @@ pub trait Storage: Send + Sync {
     /// Metadata, through the system's cache: it survives the death of the process at once, a power cut only after `sync`.
     fn write_cached(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
 
+    /// Several of these, in any order; after an error each of them may have been written or not.
+    fn write_cached_many(&self, writes: &[(u64, &[u8])]) -> io::Result<()> {
+        writes.iter().try_for_each(|&(offset, bytes)| self.write_cached(offset, bytes))
+    }
+
     /// Whole pages; durable on return.
     fn write_durable(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
 

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use super::aio::{Batch, Payload, Request, Ring};
+use super::aio::Ring;
 use super::buffer::AlignedBuf;
+use super::engine::{Engine, Payload, Request};
 use super::file::Region;
 use super::storage::Storage;
 
@@ -24,9 +25,9 @@ pub fn bare_loop(
     time: Duration,
     mut next: impl FnMut() -> u64,
 ) -> io::Result<u64> {
-    let ring = Ring::new(region.storage().direct_fd()?, depth, None)?;
+    let ring = Ring::new(region.storage().direct_file()?.into(), depth, None)?;
     let data = Bytes::from_owner(AlignedBuf::zeroed(bytes));
-    let (mut batch, mut refused, mut events) = (Batch::default(), Vec::new(), ring.events());
+    let mut refused = Vec::new();
     let (mut done, mut in_flight, mut count) = (Vec::new(), 0, 0);
     let mut requests = VecDeque::new();
     let end = Instant::now() + time;
@@ -44,8 +45,8 @@ pub fn bare_loop(
         if in_flight == 0 {
             return region.storage().sync().map(|()| count);
         }
-        ring.submit(&mut requests, &mut batch, &mut refused);
-        ring.wait(&mut events, &mut done)?;
+        ring.submit(&mut requests, usize::MAX, &mut refused);
+        ring.wait(&mut done)?;
         for completion in done.drain(..).chain(refused.drain(..)) {
             completion.result?;
             in_flight -= 1;

@@ -11,6 +11,8 @@
 //! Left to others: the order of operations (the core) and what each of them means (`RegionCore`).
 #![expect(clippy::disallowed_methods, reason = "stage times are measured where the work is done")]
 
+mod gate;
+mod limit;
 mod meta;
 mod queue;
 mod read;
@@ -28,8 +30,11 @@ use std::time::{Duration, Instant};
 use newel_protocol::wire::StageTimes;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 
+use self::gate::Gate;
 use self::queue::{Queue, Queued};
-pub use self::submit_times::{LongestSubmit, SubmitSnapshot, SubmitTimes};
+pub use self::submit_times::{LongestSubmit, SubmitSnapshot, SubmitTimes, SubmitTimesByLane};
+use super::device::DeviceQueue;
+use super::engine::{EngineKind, start as start_engine};
 use super::error::RegionError;
 use super::file::Region;
 use super::lock;
@@ -44,23 +49,23 @@ pub struct PoolOptions {
     pub depth: u32,
     /// Operations waiting in one lane. The core bounds what its peers may ask for far below this.
     pub max_queued: usize,
+    /// `None`: aio, or psync where there is no direct I/O.
+    pub engine: Option<EngineKind>,
+    /// Adjacent writes that wait together are merged up to this size.
+    pub merge_max_bytes: usize,
 }
+
+/// Larger requests are split by most devices; merging beyond this only costs memory.
+const DEFAULT_MERGE_MAX_BYTES: usize = 1 << 20;
 
 impl Default for PoolOptions {
     fn default() -> Self {
-        Self { depth: 128, max_queued: 65_536 }
+        Self { depth: 128, max_queued: 65_536, engine: None, merge_max_bytes: DEFAULT_MERGE_MAX_BYTES }
     }
 }
 
 /// Depths that make sense: one request at least, and no more than a system allows for all rings by default (65,536).
 const MAX_DEPTH: u32 = 4096;
-
-/// For the lanes that hand requests to the kernel in batches.
-#[derive(Debug, Default)]
-pub struct SubmitTimesByLane {
-    pub writes: SubmitTimes,
-    pub reads: SubmitTimes,
-}
 
 pub struct Pool {
     writes: Arc<Queue>,
@@ -71,6 +76,7 @@ pub struct Pool {
     sink: Arc<Sink>,
     /// Whose completions the reactor takes itself, when `completions` says that there are some.
     write_lane: Option<Arc<write::Lane>>,
+    read_lane: Option<Arc<read::Lane>>,
     completions: OwnedFd,
     threads: Vec<JoinHandle<()>>,
 }
@@ -83,14 +89,12 @@ impl std::fmt::Debug for Pool {
 
 impl Pool {
     pub fn start(region: Arc<Region>, options: PoolOptions, wake: Wake) -> Result<Self, RegionError> {
-        let depth = options.depth.clamp(1, MAX_DEPTH);
         let queue = || Arc::new(Queue::new(options.max_queued));
         let eventfd = || -> std::io::Result<OwnedFd> {
             Ok(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
         };
         let fail = |source| RegionError::Thread { name: "an eventfd", source };
         let completions = eventfd().map_err(fail)?;
-        let raised = completions.try_clone().map_err(fail)?;
         let mut pool = Self {
             writes: queue(),
             reads: queue(),
@@ -99,18 +103,27 @@ impl Pool {
             submit_times: Arc::default(),
             sink: Arc::new(Sink { done: Mutex::new(Vec::new()), wake }),
             write_lane: None,
+            read_lane: None,
             completions,
-            threads: Vec::with_capacity(5),
+            threads: Vec::with_capacity(4),
         };
-        // Whatever was started before an error stops as the pool is dropped.
-        let writes = write::Lane::new(&region, &pool.writes, &pool.sink, &pool.submit_times, depth, raised)?;
-        pool.write_lane = Some(Arc::clone(&writes));
-        pool.spawn("newel-w", move || writes.run())?;
-        let reads = read::Lane::new(&region, &pool.reads, &pool.sink, &pool.submit_times, depth)?;
-        // The thread that submits comes first: as it ends it tells the other one to.
-        let submitter = Arc::clone(&reads);
-        pool.spawn("newel-r", move || submitter.run())?;
-        pool.spawn("newel-rc", move || reads.reap())?;
+        let parts = Parts {
+            kind: engine_for(&region, options.engine),
+            depth: options.depth.clamp(1, MAX_DEPTH),
+            device: region.storage().device_queue(),
+            completions: pool.completions.try_clone().map_err(fail)?,
+            times: Arc::clone(&pool.submit_times),
+            region: &region,
+        };
+        // Whatever was started before an error stops as the pool is dropped. The lanes whose completions the reactor takes come first.
+        let gate = parts.gate(|times| &times.writes)?;
+        let lane = write::Lane::new(&region, &pool.writes, &pool.sink, gate, options.merge_max_bytes);
+        pool.write_lane = Some(Arc::clone(&lane));
+        pool.spawn("newel-w", move || lane.run())?;
+        let gate = parts.gate(|times| &times.reads)?;
+        let lane = read::Lane::new(&region, &pool.reads, &pool.sink, gate);
+        pool.read_lane = Some(Arc::clone(&lane));
+        pool.spawn("newel-r", move || lane.run())?;
         let (queue, sink, of) = (Arc::clone(&pool.flushes), Arc::clone(&pool.sink), Arc::clone(&region));
         pool.spawn("newel-f", move || meta::run_flushes(&of, &queue, &sink))?;
         let (queue, sink) = (Arc::clone(&pool.metadata), Arc::clone(&pool.sink));
@@ -153,10 +166,13 @@ impl Pool {
         if let Some(lane) = &self.write_lane {
             lane.poll(into);
         }
+        if let Some(lane) = &self.read_lane {
+            lane.poll(into);
+        }
         into.append(&mut lock(&self.sink.done));
     }
 
-    /// An eventfd that the kernel raises when it has completed writes: like the wake, it says that there are results. It
+    /// An eventfd that the kernel raises when it has completed data: like the wake, it says that there are results. It
     /// saves the wake-up of a thread between the device and the reactor.
     pub fn completion_fd(&self) -> BorrowedFd<'_> {
         self.completions.as_fd()
@@ -174,11 +190,11 @@ impl Pool {
 }
 
 impl Pool {
-    /// The writing thread may wait for room in its ring, which nobody but us makes.
+    /// Threads that submit may wait for room, which nobody but us makes.
     fn take_last_completions(&self) {
         /// How long its end may go unnoticed; a completion is noticed at once.
         const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
-        let running = || self.threads.first().is_some_and(|thread| !thread.is_finished());
+        let running = || self.threads.iter().take(2).any(|thread| !thread.is_finished());
         let mut scrap = Vec::new();
         while running() {
             self.completed(&mut scrap);
@@ -204,6 +220,45 @@ impl Drop for Pool {
             }
         }
     }
+}
+
+/// What the engines of a pool are made of.
+struct Parts<'a> {
+    region: &'a Region,
+    kind: EngineKind,
+    depth: u32,
+    device: DeviceQueue,
+    completions: OwnedFd,
+    times: Arc<SubmitTimesByLane>,
+}
+
+impl Parts<'_> {
+    fn gate<T: Send + 'static>(
+        &self,
+        of_lane: fn(&SubmitTimesByLane) -> &SubmitTimes,
+    ) -> Result<Gate<T>, RegionError> {
+        let raised = self.completions.try_clone();
+        let engine = raised.and_then(|raised| {
+            start_engine(self.kind, self.region.storage().direct_file()?, self.depth, Some(raised))
+        });
+        let engine = engine.map_err(|source| {
+            let path = self.region.storage().path().display().to_string();
+            RegionError::Engine { path, engine: self.kind, depth: self.depth, source }
+        })?;
+        Ok(Gate::new(engine, self.depth as usize, &self.device, &self.times, of_lane))
+    }
+}
+
+fn engine_for(region: &Region, wanted: Option<EngineKind>) -> EngineKind {
+    let storage = region.storage();
+    wanted.unwrap_or_else(|| {
+        if storage.is_direct() {
+            return EngineKind::Aio;
+        }
+        let path = storage.path().display();
+        tracing::warn!("{path}: without direct I/O aio would block: engine psync is used, which costs more");
+        EngineKind::Psync
+    })
 }
 
 fn lane_of(op: &DiskOp) -> usize {

@@ -53,7 +53,7 @@ impl Queue {
         }
     }
 
-    /// Wakes the thread although nothing is queued: [`Self::take`] then gives out nothing.
+    /// Wakes the thread although nothing is queued: [`Self::take`] then gives out nothing, and [`Self::wait_for_nudge`] returns.
     pub(super) fn nudge(&self) {
         let mut state = lock(&self.state);
         state.nudged = true;
@@ -74,6 +74,14 @@ impl Queue {
         }
         std::mem::swap(&mut state.queued, into);
         true
+    }
+
+    /// Waits for a nudge, whatever is queued; one that came before counts.
+    pub(super) fn wait_for_nudge(&self) {
+        let mut state = lock(&self.state);
+        while !std::mem::take(&mut state.nudged) {
+            state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
     }
 
     pub(super) fn stop(&self) {

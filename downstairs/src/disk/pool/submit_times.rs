@@ -10,13 +10,20 @@ use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 
-use crate::disk::aio::Submitted;
+use crate::disk::engine::Submitted;
 use crate::disk::lock;
 
 /// Two digits tell a stall from none, and keep a histogram at some 40 KiB.
 const DIGITS: u8 = 2;
 /// Longer times count as this one.
 const MOST_NS: u64 = 3_600_000_000_000;
+
+/// For the lanes that hand requests to the kernel in batches.
+#[derive(Debug, Default)]
+pub struct SubmitTimesByLane {
+    pub writes: SubmitTimes,
+    pub reads: SubmitTimes,
+}
 
 /// Of one lane. A submission is one system call with all the requests that it took.
 #[derive(Debug)]
@@ -29,6 +36,8 @@ pub struct SubmitSnapshot {
     pub histogram: Histogram<u64>,
     /// Submissions during which the thread slept in the kernel: the device's queue was full, or the file system waited.
     pub slept: u64,
+    /// How many requests may be in flight at once, as learnt from the device; 0 before the first one.
+    pub limit: usize,
     pub longest: Option<LongestSubmit>,
 }
 
@@ -45,16 +54,17 @@ impl Default for SubmitTimes {
     fn default() -> Self {
         let histogram =
             Histogram::new_with_bounds(1, MOST_NS, DIGITS).expect("these bounds are those of a histogram");
-        Self(Mutex::new(SubmitSnapshot { histogram, slept: 0, longest: None }))
+        Self(Mutex::new(SubmitSnapshot { histogram, slept: 0, limit: 0, longest: None }))
     }
 }
 
 impl SubmitTimes {
-    pub(in crate::disk) fn record(&self, submit: Submitted) {
+    pub(in crate::disk) fn record(&self, submit: Submitted, limit: usize) {
         let Submitted { requests, bytes, took, slept, ended: Some(ended) } = submit else { return };
         let ns = u64::try_from(took.as_nanos()).unwrap_or(MOST_NS).clamp(1, MOST_NS);
         let mut held = lock(&self.0);
         held.histogram.saturating_record(ns);
+        held.limit = limit;
         held.slept += u64::from(slept);
         if held.longest.is_none_or(|longest| took > longest.took) {
             held.longest = Some(LongestSubmit { took, ended, requests, bytes });
@@ -78,7 +88,7 @@ mod tests {
         let ended = Instant::now();
         for (micros, requests, slept) in [(3, 1, false), (99_123, 7, true), (4, 2, false), (0, 1, false)] {
             let took = Duration::from_micros(micros);
-            times.record(Submitted { requests, bytes: 4096, took, ended: Some(ended), slept });
+            times.record(Submitted { requests, bytes: 4096, took, ended: Some(ended), slept }, 128);
         }
         let found = times.snapshot();
         let longest = found.longest.unwrap();

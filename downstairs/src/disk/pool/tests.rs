@@ -26,7 +26,7 @@ struct Rig {
 }
 
 impl Rig {
-    fn new(depth: u32) -> Self {
+    fn new(depth: u32, engine: EngineKind) -> Self {
         let directory = tempfile::Builder::new().prefix("newel-pool").tempdir_in(beside_us()).unwrap();
         let path = directory.path().join("region");
         let options = CreateOptions {
@@ -41,7 +41,7 @@ impl Rig {
         region.apply(&HeaderChange::Promise { generation: Generation(1), upstairs: Uuid::nil() }).unwrap();
         // These tests look all the time, and need no waking.
         let wake = Arc::new(|| {});
-        let options = PoolOptions { depth, max_queued: 1000 };
+        let options = PoolOptions { depth, max_queued: 1000, engine: Some(engine), ..PoolOptions::default() };
         let pool = Some(Pool::start(Arc::clone(&region), options, wake).unwrap());
         Self { _directory: directory, path, region, pool, next: 0 }
     }
@@ -76,6 +76,13 @@ impl Rig {
     }
 }
 
+/// The same over every engine.
+fn over_all(depth: u32, test: impl Fn(Rig)) {
+    for &engine in <EngineKind as clap::ValueEnum>::value_variants() {
+        test(Rig::new(depth, engine));
+    }
+}
+
 fn v(sequence: u64) -> Version {
     Version::new(Generation(1), sequence)
 }
@@ -96,7 +103,10 @@ fn write(start: u64, count: u32, sequence: u64) -> DiskOp {
 
 #[test]
 fn many_writes_are_merged_and_all_are_there() {
-    let mut rig = Rig::new(4);
+    over_all(4, merged);
+}
+
+fn merged(mut rig: Rig) {
     // Neighbours, out of order, more than there is depth for.
     let order = (0..600_u64).map(|number| number * 7 % 600);
     let writes = order.map(|block| write(block, 1, block + 1)).collect();
@@ -112,7 +122,10 @@ fn many_writes_are_merged_and_all_are_there() {
 
 #[test]
 fn gaps_zeros_and_copies() {
-    let mut rig = Rig::new(16);
+    over_all(16, pieces);
+}
+
+fn pieces(mut rig: Rig) {
     rig.one(write(0, 8, 10));
     rig.one(DiskOp::Zero { range: BlockRange::new(2, 2), version: v(11), mode: ZeroMode::Punch });
     rig.one(DiskOp::Zero { range: BlockRange::new(6, 1), version: v(12), mode: ZeroMode::Allocate });
@@ -139,7 +152,10 @@ fn gaps_zeros_and_copies() {
 
 #[test]
 fn everything_else_and_the_end() {
-    let mut rig = Rig::new(8);
+    over_all(8, the_end);
+}
+
+fn the_end(mut rig: Rig) {
     let entries = vec![LogEntry { slot: 700, extent: Some(ExtentId(1)) }];
     rig.one(DiskOp::ActivityLog { entries });
     rig.one(DiskOp::Header(HeaderChange::Promise {
@@ -175,9 +191,29 @@ fn everything_else_and_the_end() {
     assert_eq!(fold_digests(region.digests(ExtentId(0), 4).into_iter()), digest);
 }
 
+/// Writes of many guests go on while flushes wait, and flushes that wait together share a sync.
+#[test]
+fn flushes_are_shared_and_hold_nothing_back() {
+    over_all(8, shared_flushes);
+}
+
+fn shared_flushes(mut rig: Rig) {
+    let before = rig.region.syncs();
+    // All are there before the lane's thread can have taken the first, or so many that most share one all the same.
+    let mut ops: Vec<_> = (0..300).map(|mark| DiskOp::Flush { mark: Some(v(mark + 1)) }).collect();
+    ops.extend((0..50).map(|number| write(number, 1, 400)));
+    assert!(rig.run(ops).iter().all(|done| done.result.is_ok()));
+    let syncs = rig.region.syncs() - before;
+    assert!((1..=30).contains(&syncs), "{syncs} syncs for 300 flushes");
+    assert_eq!(rig.region.flushed_mark(), v(300));
+}
+
 #[test]
 fn too_much_is_refused_at_once() {
-    let mut rig = Rig::new(1);
+    over_all(1, refused_at_once);
+}
+
+fn refused_at_once(mut rig: Rig) {
     let done = rig.run((0..3000_u64).map(|number| write(number, 1, 1)).collect());
     let refused = done.iter().filter(|done| done.result.is_err()).count();
     assert_eq!(refused, 2000);

@@ -3,17 +3,19 @@
 //! Invariants:
 //! - Contexts are written once the kernel has taken the data, while the device works. The kernel carries out what it has
 //!   taken even if this process dies, so a context never stands over data that will not come, short of an I/O error or a
-//!   power cut; both leave the block unverified. `downstairs/README.md` has the argument.
+//!   power cut; both leave the block unverified. `downstairs/README.md` has the argument. With an engine that does not promise that,
+//!   contexts are written when the data has been.
 //! - The answer follows both, the data and the contexts.
 //! - What the reactor does here touches neither the disk nor the context table: it only counts. Whatever is not a plain
 //!   success goes back to the lane's thread.
-//! - Adjacent data that waits together goes out as one request of up to 1 MiB.
+//! - Adjacent data that waits together goes out as one request of up to `merge_max` bytes. What waits for room in the device's queue
+//!   is submitted in the order of its blocks, and before anything that came later.
+//! - Contexts and answers of what was submitted never wait for what there was no room for.
 //! - If a request fails that several operations share, each is tried alone: only those at fault fail.
 //! - A short write is completed or fails; it never counts as done.
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -22,33 +24,57 @@ use bytes::Bytes;
 use newel_protocol::BlockRange;
 use newel_protocol::wire::ZeroMode;
 
+use super::gate::Gate;
 use super::queue::{Queue, Queued};
-use super::{Sink, SubmitTimesByLane, done};
+use super::{Sink, done};
 use crate::core::api::{DiskDone, DiskError, DiskOp, DiskOutcome, OpId};
-use crate::disk::aio::{Batch, Completion, Events, Payload, Request, Ring};
 use crate::disk::change::Change;
-use crate::disk::error::RegionError;
+use crate::disk::engine::{Completion, Payload, Request};
 use crate::disk::file::Region;
 use crate::disk::lock;
 use crate::disk::storage::Storage;
-
-/// Larger requests are split by most devices; merging beyond this only costs memory.
-const MAX_MERGED_BYTES: usize = 1 << 20;
 
 pub(super) struct Lane {
     region: Arc<Region>,
     queue: Arc<Queue>,
     sink: Arc<Sink>,
-    times: Arc<SubmitTimesByLane>,
-    ring: Ring<Parts>,
-    /// Of the reactor.
-    polled: Mutex<(Events, Vec<Completion<Parts>>)>,
-    /// Parts that did not simply succeed, for the lane's thread.
-    repairs: Mutex<Vec<(Part, Instant)>>,
+    gate: Gate<Parts>,
+    merge_max_bytes: usize,
+    /// Of the reactor, kept for its allocation.
+    polled: Mutex<Vec<Completion<Parts>>>,
+    /// What did not simply succeed, for the lane's thread.
+    repairs: Mutex<Vec<Repair>>,
+}
+
+struct Repair {
+    job: Arc<Job>,
+    what: Needs,
+    submitted: Instant,
+}
+
+enum Needs {
+    /// This piece of data, written again.
+    Piece(usize),
+    /// Its contexts, now that its data is written.
+    Contexts,
+    /// To be taken back.
+    TakingBack,
+}
+
+/// What the lane's thread is about to submit.
+#[derive(Default)]
+struct Staged {
+    ready: Vec<Ready>,
+    requests: VecDeque<Request<Parts>>,
+    /// Requests made since the lane began, and those of them that were submitted.
+    made: u64,
+    submitted: u64,
+    /// Jobs with the number of the request that holds the last of their data, ascending.
+    jobs: VecDeque<(u64, Arc<Job>)>,
 }
 
 /// An operation under way. It ends when all its pieces and its contexts have.
-struct Job {
+pub(super) struct Job {
     op: OpId,
     change: Change,
     data: Bytes,
@@ -67,12 +93,12 @@ struct Fate {
 }
 
 /// One piece of a job's data.
-struct Part {
+pub(super) struct Part {
     job: Arc<Job>,
     piece: usize,
 }
 
-enum Parts {
+pub(super) enum Parts {
     One(Part),
     /// In the order of their blocks.
     Many(Vec<Part>),
@@ -90,56 +116,51 @@ impl Lane {
         region: &Arc<Region>,
         queue: &Arc<Queue>,
         sink: &Arc<Sink>,
-        times: &Arc<SubmitTimesByLane>,
-        depth: u32,
-        eventfd: OwnedFd,
-    ) -> Result<Arc<Self>, RegionError> {
-        let storage = region.storage();
-        let fail = |source| RegionError::Aio { path: storage.path().display().to_string(), depth, source };
-        let ring =
-            storage.direct_fd().and_then(|file| Ring::new(file, depth, Some(eventfd))).map_err(fail)?;
-        let polled = Mutex::new((ring.events(), Vec::new()));
-        Ok(Arc::new(Self {
+        gate: Gate<Parts>,
+        merge_max_bytes: usize,
+    ) -> Arc<Self> {
+        Arc::new(Self {
             region: Arc::clone(region),
             queue: Arc::clone(queue),
             sink: Arc::clone(sink),
-            times: Arc::clone(times),
-            ring,
-            polled,
+            gate,
+            merge_max_bytes,
+            polled: Mutex::default(),
             repairs: Mutex::default(),
-        }))
+        })
     }
 
     /// The lane's thread.
     pub(super) fn run(&self) {
-        let mut queued = Vec::new();
-        let mut ready: Vec<Ready> = Vec::new();
-        let mut requests = VecDeque::new();
-        let (mut batch, mut refused) = (Batch::default(), Vec::new());
-        let mut jobs = Vec::new();
+        let (mut queued, mut refused) = (Vec::new(), Vec::new());
+        let mut staged = Staged::default();
         while self.queue.take(&mut queued) {
             self.repair();
             for Queued { command, at } in queued.drain(..) {
-                jobs.extend(self.plan(command.op, command.kind, at, &mut ready));
+                self.plan(command.op, command.kind, at, &mut staged);
             }
-            self.merge(&mut ready, &mut requests);
-            while !requests.is_empty() {
-                let submitted = self.ring.submit(&mut requests, &mut batch, &mut refused);
-                self.times.writes.record(submitted);
+            self.merge(&mut staged);
+            loop {
+                self.write_contexts(&mut staged);
+                if staged.requests.is_empty() {
+                    break;
+                }
+                let count = self.gate.submit(&mut staged.requests, &mut refused);
+                staged.submitted += count as u64;
+                if count == 0 {
+                    self.queue.wait_for_nudge();
+                }
+                self.refused(&mut refused);
+                self.repair();
             }
-            let now = Instant::now();
-            let failed = refused.drain(..).flat_map(|Completion { user, .. }| user.into_parts());
-            lock(&self.repairs).extend(failed.map(|part| (part, now)));
-            self.write_contexts(&mut jobs);
-            self.repair();
         }
         self.run_out();
     }
 
     /// The end: what is in flight is waited for here, since the reactor no longer looks.
     fn run_out(&self) {
-        let (mut events, mut completions, mut done) = (self.ring.events(), Vec::new(), Vec::new());
-        while !self.ring.is_idle() && self.ring.wait(&mut events, &mut completions).is_ok() {
+        let (mut completions, mut done) = (Vec::new(), Vec::new());
+        while !self.gate.is_idle() && self.gate.wait(&mut completions).is_ok() {
             self.take(&mut completions, &mut done);
             self.repair();
         }
@@ -147,7 +168,14 @@ impl Lane {
         self.sink.push(done);
     }
 
-    fn plan(&self, op: OpId, kind: DiskOp, arrived: Instant, ready: &mut Vec<Ready>) -> Option<Arc<Job>> {
+    fn refused(&self, refused: &mut Vec<Completion<Parts>>) {
+        for Completion { user, submitted, .. } in refused.drain(..) {
+            let again = |Part { job, piece }| Repair { job, what: Needs::Piece(piece), submitted };
+            lock(&self.repairs).extend(user.into_parts().map(again));
+        }
+    }
+
+    fn plan(&self, op: OpId, kind: DiskOp, arrived: Instant, staged: &mut Staged) {
         let (change, data) = match kind {
             DiskOp::Write { range, version, crcs, data } => {
                 (self.region.plan_write(range, version, &crcs, data.len()), data)
@@ -173,8 +201,7 @@ impl Lane {
             Ok(change) => change,
             Err(error) => {
                 let now = Instant::now();
-                self.sink.push(vec![done(op, Err(error), arrived, now, now)]);
-                return None;
+                return self.sink.push(vec![done(op, Err(error), arrived, now, now)]);
             }
         };
         let job = Arc::new(Job {
@@ -186,12 +213,15 @@ impl Lane {
             contexts_written: AtomicBool::new(false),
             fate: Mutex::default(),
         });
-        ready.extend(job.change.pieces.iter().enumerate().map(|(piece, place)| Ready {
+        staged.ready.extend(job.change.pieces.iter().enumerate().map(|(piece, place)| Ready {
             range: place.range,
             data: slice(&job.data, &place.bytes),
             part: Part { job: Arc::clone(&job), piece },
         }));
-        Some(job)
+        if job.change.pieces.is_empty() {
+            // Everything made before is submitted by now, so its contexts are next.
+            staged.jobs.push_back((staged.made, job));
+        }
     }
 
     fn zeros(&self, bytes: usize) -> Bytes {
@@ -201,22 +231,32 @@ impl Lane {
     }
 
     /// Makes requests of what is ready: neighbours together.
-    fn merge(&self, ready: &mut Vec<Ready>, requests: &mut VecDeque<Request<Parts>>) {
-        if !ready.is_sorted_by_key(|ready| ready.range.start) {
-            ready.sort_unstable_by_key(|ready| ready.range.start);
+    fn merge(&self, staged: &mut Staged) {
+        if !staged.ready.is_sorted_by_key(|ready| ready.range.start) {
+            staged.ready.sort_unstable_by_key(|ready| ready.range.start);
         }
+        let mut ready = std::mem::take(&mut staged.ready);
         let mut run: Vec<Ready> = Vec::new();
         let mut bytes = 0;
         for next in ready.drain(..) {
             let adjacent = run.last().is_some_and(|last| last.range.end() == next.range.start);
-            if !run.is_empty() && (!adjacent || bytes + next.data.len() > MAX_MERGED_BYTES) {
-                requests.extend(self.request(&mut run));
+            if !run.is_empty() && (!adjacent || bytes + next.data.len() > self.merge_max_bytes) {
+                self.stage(&mut run, staged);
                 bytes = 0;
             }
             bytes += next.data.len();
             run.push(next);
         }
-        requests.extend(self.request(&mut run));
+        self.stage(&mut run, staged);
+        staged.ready = ready;
+    }
+
+    fn stage(&self, run: &mut Vec<Ready>, staged: &mut Staged) {
+        staged.made += u64::from(!run.is_empty());
+        let last_of = |ready: &&Ready| ready.part.piece + 1 == ready.part.job.change.pieces.len();
+        let jobs = run.iter().filter(last_of).map(|ready| (staged.made, Arc::clone(&ready.part.job)));
+        staged.jobs.extend(jobs);
+        staged.requests.extend(self.request(run));
     }
 
     fn request(&self, run: &mut Vec<Ready>) -> Option<Request<Parts>> {
@@ -247,21 +287,32 @@ impl Lane {
         Some(Request { offset, payload, user: Parts::Many(run.drain(..).map(|ready| ready.part).collect()) })
     }
 
-    /// Contexts of the jobs just submitted, while the device works on their data.
-    fn write_contexts(&self, jobs: &mut Vec<Arc<Job>>) {
+    /// Contexts of the jobs that are submitted, while the device works on their data.
+    fn write_contexts(&self, staged: &mut Staged) {
+        let submitted = staged.jobs.partition_point(|&(last, _)| last <= staged.submitted);
+        let jobs = staged.jobs.drain(..submitted).map(|(_, job)| job);
+        if self.gate.survives_us() {
+            self.write_contexts_of(&jobs.collect::<Vec<_>>());
+        } else {
+            // Those that have no data can't wait for it.
+            self.write_contexts_of(&jobs.filter(|job| job.change.pieces.is_empty()).collect::<Vec<_>>());
+        }
+    }
+
+    fn write_contexts_of(&self, jobs: &[Arc<Job>]) {
         if jobs.is_empty() {
             return;
         }
         let changes: Vec<&Change> = jobs.iter().map(|job| &job.change).collect();
         let written = self.region.finish(&changes);
         let mut ended = Vec::with_capacity(jobs.len());
-        for job in jobs.drain(..) {
+        for job in jobs {
             match &written {
                 Ok(()) => job.contexts_written.store(true, Ordering::Release),
                 Err(error) => job.fail(error.clone()),
             }
-            if job.one_ended() {
-                ended.push(self.answer(&job));
+            if job.one_ended() == 0 {
+                ended.push(self.answer(job));
             }
         }
         self.sink.push(ended);
@@ -269,35 +320,34 @@ impl Lane {
 
     /// Takes what the kernel has completed. Called by the reactor: neither waits nor touches the disk.
     pub(super) fn poll(&self, into: &mut Vec<DiskDone>) {
-        let mut polled = lock(&self.polled);
-        let (events, completions) = &mut *polled;
-        if let Err(error) = self.ring.poll(events, completions) {
-            // Nothing will complete any more; only a kernel that took our ring away says so.
-            self.region.fail(DiskError::Io { operation: "io_getevents", message: error.to_string() });
-            return;
-        }
-        if self.take(completions, into) {
-            self.queue.nudge();
+        let mut completions = lock(&self.polled);
+        match self.gate.poll(&mut completions) {
+            Ok(waiting) => {
+                if self.take(&mut completions, into) || waiting {
+                    self.queue.nudge();
+                }
+            }
+            Err(error) => {
+                // Nothing will complete any more; only a kernel that took our ring away says so.
+                self.region
+                    .fail(DiskError::Io { operation: "taking completions", message: error.to_string() });
+                self.queue.nudge();
+            }
         }
     }
 
-    /// Counts completions; true if there is something to repair.
+    /// Counts completions; true if there is something for the lane's thread to do.
     fn take(&self, completions: &mut Vec<Completion<Parts>>, into: &mut Vec<DiskDone>) -> bool {
-        let mut repair = Vec::new();
+        let mut repairs = Vec::new();
         for Completion { payload, user, result, submitted } in completions.drain(..) {
             let whole = payload.len();
             if matches!(result, Ok(written) if written == whole) {
-                for part in user.into_parts() {
-                    let job = part.job;
+                for Part { job, .. } in user.into_parts() {
                     lock(&job.fate).submitted.replace(submitted);
-                    if job.one_ended() {
-                        if lock(&job.fate).error.is_some() {
-                            // Its contexts have to be taken back, which is the disk's business.
-                            job.left.store(1, Ordering::Release);
-                            repair.push((Part { job, piece: usize::MAX }, submitted));
-                        } else {
-                            into.push(self.answer(&job));
-                        }
+                    match self.piece_ended(&job) {
+                        Some(None) => into.push(self.answer(&job)),
+                        Some(Some(what)) => repairs.push(Repair { job, what, submitted }),
+                        None => {}
                     }
                 }
                 continue;
@@ -311,32 +361,58 @@ impl Lane {
                     tracing::warn!("{name}: a write of {whole} bytes failed ({error}); trying again")
                 }
             }
-            repair.extend(user.into_parts().map(|part| (part, submitted)));
+            let again = |Part { job, piece }| Repair { job, what: Needs::Piece(piece), submitted };
+            repairs.extend(user.into_parts().map(again));
         }
-        let found = !repair.is_empty();
-        lock(&self.repairs).append(&mut repair);
+        let found = !repairs.is_empty();
+        lock(&self.repairs).append(&mut repairs);
         found
     }
 
-    /// Tries parts that did not succeed by themselves, on this thread.
+    /// A piece of its data has ended: what comes next. Nothing yet; the answer; or something that touches the disk.
+    fn piece_ended(&self, job: &Job) -> Option<Option<Needs>> {
+        let left = job.one_ended();
+        let failed = || lock(&job.fate).error.is_some();
+        match left {
+            0 => Some(failed().then_some(Needs::TakingBack)),
+            1 if !self.gate.survives_us() => Some(Some(Needs::Contexts)),
+            _ => None,
+        }
+    }
+
+    /// Does what is left to this thread.
     fn repair(&self) {
-        let parts = std::mem::take(&mut *lock(&self.repairs));
-        let mut ended = Vec::new();
-        for (Part { job, piece }, submitted) in parts {
-            // A job that is only to be taken back has no such piece.
-            if let Some(place) = job.change.pieces.get(piece) {
-                let (range, data) = (place.range, slice(&job.data, &place.bytes));
-                let offset = self.region.layout().block_offset(range.start);
-                if let Err(error) = self.region.storage().write_direct(offset, &data) {
-                    job.fail(self.region.error("a write", &format_args!("blocks {range}"), &error));
-                }
-            }
+        let repairs = std::mem::take(&mut *lock(&self.repairs));
+        if repairs.is_empty() {
+            return;
+        }
+        let (mut ended, mut written) = (Vec::new(), Vec::new());
+        for Repair { job, what, submitted } in repairs {
             lock(&job.fate).submitted.replace(submitted);
-            if job.one_ended() {
-                ended.push(self.answer(&job));
+            let next = match what {
+                Needs::Piece(piece) => {
+                    self.write_again(&job, piece);
+                    self.piece_ended(&job)
+                }
+                Needs::Contexts | Needs::TakingBack => Some(Some(what)),
+            };
+            match next {
+                Some(Some(Needs::Contexts)) if lock(&job.fate).error.is_none() => written.push(job),
+                Some(_) => ended.push(self.answer(&job)),
+                None => {}
             }
         }
         self.sink.push(ended);
+        self.write_contexts_of(&written);
+    }
+
+    fn write_again(&self, job: &Job, piece: usize) {
+        let Some(place) = job.change.pieces.get(piece) else { return };
+        let (range, data) = (place.range, slice(&job.data, &place.bytes));
+        let offset = self.region.layout().block_offset(range.start);
+        if let Err(error) = self.region.storage().write_direct(offset, &data) {
+            job.fail(self.region.error("a write", &format_args!("blocks {range}"), &error));
+        }
     }
 
     /// The answer of a job of which everything has ended. Only a failed one touches the disk.
@@ -362,9 +438,9 @@ impl Lane {
 }
 
 impl Job {
-    /// One of the things that it waits for has ended; true if it was the last.
-    fn one_ended(&self) -> bool {
-        self.left.fetch_sub(1, Ordering::AcqRel) == 1
+    /// One of the things that it waits for has ended; how many are left.
+    fn one_ended(&self) -> usize {
+        self.left.fetch_sub(1, Ordering::AcqRel).saturating_sub(1)
     }
 
     fn fail(&self, error: DiskError) {
