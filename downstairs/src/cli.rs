@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 use newel_downstairs::disk::cli::{CheckArgs, CreateArgs, DumpArgs};
+use newel_downstairs::disk::{CacheMode, EngineKind};
 use newel_downstairs::shell::Settings;
 
 /// Keeps one replica of a Newel volume in a region on local disk.
@@ -42,7 +43,7 @@ pub(crate) struct RunArgs {
     /// Address to serve on; port 0 takes a free one, which the log tells
     #[arg(long, value_name = "IP:PORT")]
     listen: Option<String>,
-    /// TOML file with the keys region, listen, allow_plaintext, cpu and log; flags win
+    /// TOML file with the keys region, listen, allow_plaintext, cpu, log, engine, cache and merge_max; flags win
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
     /// Serve on an address that is not loopback, although the wire is neither encrypted nor authenticated
@@ -54,6 +55,15 @@ pub(crate) struct RunArgs {
     /// What to log: error, warn, info, debug, trace, or directives such as info,newel_downstairs=debug [default: info]
     #[arg(long, value_name = "LEVEL")]
     log: Option<String>,
+    /// What reads and writes [default: aio, or psync where there is no direct I/O]
+    #[arg(long, value_enum)]
+    engine: Option<EngineKind>,
+    /// Where reads may come from [default: none]
+    #[arg(long, value_enum)]
+    cache: Option<CacheMode>,
+    /// Adjacent writes that wait together become one of up to this size; 256K is enough for EBS [default: 1M]
+    #[arg(long, value_name = "SIZE")]
+    merge_max: Option<String>,
 }
 
 impl RunArgs {
@@ -65,6 +75,9 @@ impl RunArgs {
             allow_plaintext: self.allow_plaintext.then_some(true),
             cpu: self.cpu,
             log: self.log.clone(),
+            engine: self.engine,
+            cache: self.cache,
+            merge_max: self.merge_max.clone(),
         }
     }
 }
@@ -90,6 +103,9 @@ mod tests {
             "--listen",
             "1",
             "--allow-plaintext",
+            "--engine=psync",
+            "--cache=page",
+            "--merge-max=256K",
         ]);
         let Command::Run(args) = cli.command else { panic!("{:?}", cli.command) };
         let expected = Settings {
@@ -98,6 +114,9 @@ mod tests {
             allow_plaintext: Some(true),
             cpu: None,
             log: None,
+            engine: Some(EngineKind::Psync),
+            cache: Some(CacheMode::Page),
+            merge_max: Some("256K".to_owned()),
         };
         assert_eq!(args.settings(), expected);
     }

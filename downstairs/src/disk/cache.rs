@@ -59,13 +59,22 @@ impl PairCache {
                 storage.read_cached(layout.context_offset(page * PAIRS_PER_PAGE), &mut place.bytes)?;
                 place.page = Some(page);
             }
-            let first = range.start.max(page * PAIRS_PER_PAGE);
-            let end = range.end().min((page + 1) * PAIRS_PER_PAGE);
-            let bytes = place.bytes.get(within(first)..).unwrap_or_default();
-            let wanted = usize::try_from(end - first).unwrap_or(0);
-            pairs.extend(decode_pairs(first, bytes, newest).take(wanted).map(|(_, pair)| pair));
+            take_pairs(place, page, range, newest, &mut pairs);
         }
         Ok(pairs)
+    }
+
+    /// The same without waiting for anything: `None` if a page is not here, or somebody is at it.
+    pub(crate) fn read_now(&self, range: BlockRange, newest: Generation) -> Option<Vec<Pair>> {
+        let mut pairs = Vec::with_capacity(range.count as usize);
+        for page in range.start / PAIRS_PER_PAGE..=(range.end() - 1) / PAIRS_PER_PAGE {
+            let place = self.place(page)?.try_lock().ok()?;
+            if place.page != Some(page) {
+                return None;
+            }
+            take_pairs(&place, page, range, newest, &mut pairs);
+        }
+        Some(pairs)
     }
 
     /// These consecutive contexts were written.
@@ -88,6 +97,15 @@ impl PairCache {
             rest = later;
         }
     }
+}
+
+/// Those of the range that lie in this page.
+fn take_pairs(place: &Place, page: u64, range: BlockRange, newest: Generation, into: &mut Vec<Pair>) {
+    let first = range.start.max(page * PAIRS_PER_PAGE);
+    let end = range.end().min((page + 1) * PAIRS_PER_PAGE);
+    let bytes = place.bytes.get(within(first)..).unwrap_or_default();
+    let wanted = usize::try_from(end - first).unwrap_or(0);
+    into.extend(decode_pairs(first, bytes, newest).take(wanted).map(|(_, pair)| pair));
 }
 
 /// Where in its page a block's pair lies.
@@ -130,6 +148,10 @@ mod tests {
             let expected: Vec<_> =
                 decode_pairs(0, &table, Generation(1)).skip(skip).take(300).map(|(_, pair)| pair).collect();
             assert_eq!(found, expected, "{number}");
+            let last = BlockRange { start: start + 299, count: 1 };
+            assert_eq!(cache.read_now(last, Generation(1)).as_deref(), expected.get(299..));
+            // Two places: a range of more pages than that is never here as a whole.
+            assert_eq!(cache.read_now(BlockRange { start, count: 400 }, Generation(1)), None);
         }
     }
 }

@@ -63,7 +63,7 @@ pub struct DumpArgs {
 }
 
 /// Like `truncate` and `qemu-img`, a bare K, M, G or T is a power of 1024.
-fn parse_size(text: &str) -> Result<u64, String> {
+pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let binary = text.ends_with(['k', 'K', 'm', 'M', 'g', 'G', 't', 'T']);
     let full = if binary { format!("{text}iB") } else { text.to_owned() };

@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex};
 use rustix::fs::{
     Advice, AtFlags, FallocateFlags, OFlags, SeekFrom, StatxFlags, fadvise, fallocate, fdatasync,
 };
-use rustix::io::{Errno, ReadWriteFlags, pwritev2};
+use rustix::io::{Errno, ReadWriteFlags, preadv2, pwritev2};
 use tracing::{info, warn};
 use uuid::Uuid;
 
@@ -342,6 +342,12 @@ impl FileStorage {
         self.direct.try_clone()
     }
 
+    /// For data through the page cache, with the kernel's readahead.
+    pub(super) fn cached_data(&self) -> io::Result<CachedData> {
+        let again = format!("/proc/self/fd/{}", self.cached.as_raw_fd());
+        Ok(CachedData(FileOptions::new().read(true).open(again)?))
+    }
+
     /// False if data goes through the page cache because the file system knows nothing else.
     pub(super) fn is_direct(&self) -> bool {
         self.is_direct
@@ -349,6 +355,31 @@ impl FileStorage {
 
     pub(super) fn device_queue(&self) -> DeviceQueue {
         DeviceQueue::under(&self.cached)
+    }
+}
+
+/// The data of a region as the page cache has it. What was written with direct I/O is dropped from the cache by the kernel, but not
+/// in every case before a reader comes; so what is read here counts only if it matches its checksum.
+#[derive(Debug)]
+pub(super) struct CachedData(File);
+
+impl CachedData {
+    pub(super) fn file(&self) -> io::Result<File> {
+        self.0.try_clone()
+    }
+
+    /// True if all of it was in the cache. Never waits.
+    pub(super) fn read_now(&self, offset: u64, into: &mut [u8]) -> bool {
+        let whole = into.len();
+        let found = preadv2(&self.0, &mut [io::IoSliceMut::new(into)], offset, ReadWriteFlags::NOWAIT);
+        found == Ok(whole)
+    }
+
+    /// The cache is wrong about these bytes: it is to ask the medium again.
+    pub(super) fn forget(&self, offset: u64, bytes: u64) {
+        if let Err(error) = fadvise(&self.0, offset, std::num::NonZero::new(bytes), Advice::DontNeed) {
+            warn!("the page cache keeps {bytes} bytes at {offset} although they are stale: {error}");
+        }
     }
 }
 

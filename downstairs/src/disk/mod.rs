@@ -84,7 +84,9 @@ pub use engine::EngineKind;
 #[cfg(feature = "daemon")]
 pub use file::{FileStorage, OpenOptions, Region};
 #[cfg(feature = "daemon")]
-pub use pool::{LongestSubmit, Pool, PoolOptions, SubmitSnapshot, SubmitTimes, SubmitTimesByLane, Wake};
+pub use pool::{
+    CacheMode, LongestSubmit, Pool, PoolOptions, SubmitSnapshot, SubmitTimes, SubmitTimesByLane, Wake,
+};
 
 /// A thread that panicked holding one of our locks left the value whole: every critical section here replaces values
 /// and none leaves one half changed.

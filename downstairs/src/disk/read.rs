@@ -32,6 +32,12 @@ pub struct ReadPlan {
 }
 
 impl ReadPlan {
+    fn new(range: BlockRange, mode: ReadMode, states: Vec<BlockState>) -> Self {
+        let mut plan = Self { range, mode, states, fetch: None, wanted: 0 };
+        plan.settle();
+        plan
+    }
+
     fn wants(mode: ReadMode, state: &BlockState) -> bool {
         match mode {
             ReadMode::Data | ReadMode::Verify => state.kind == BlockKind::Data,
@@ -72,9 +78,27 @@ impl<S: Storage> RegionCore<S> {
                 range.blocks().zip(&pairs).map(|(block, pair)| self.state_of(block, pair)).collect()
             }
         };
-        let mut plan = ReadPlan { range, mode, states, fetch: None, wanted: 0 };
-        plan.settle();
-        Ok(plan)
+        Ok(ReadPlan::new(range, mode, states))
+    }
+
+    /// The plan, if it can be made without touching the disk or waiting for whoever does.
+    pub fn plan_read_now(&self, range: BlockRange, mode: ReadMode) -> Option<ReadPlan> {
+        self.check_range(range).ok()?;
+        if !matches!(mode, ReadMode::Data | ReadMode::Contexts) {
+            return None;
+        }
+        let pairs = self.pairs.read_now(range, self.newest_generation())?;
+        // The checksum of an unverified block is that of what lies there.
+        let known = pairs.iter().all(|pair| pair.latest.kind != ContextKind::Unverified);
+        known.then(|| ReadPlan::new(range, mode, pairs.iter().map(Pair::state).collect()))
+    }
+
+    /// True if the data that is asked for has the checksums that the contexts name. `data` are the bytes of `plan.fetch`.
+    pub fn matches(&self, plan: &ReadPlan, data: &[u8]) -> bool {
+        let Some(fetch) = plan.fetch else { return true };
+        plan.range.blocks().zip(&plan.states).all(|(block, state)| {
+            state.kind != BlockKind::Data || block_of(data, fetch, block).map(crc) == Some(state.crc)
+        })
     }
 
     /// `data` are the bytes of `plan.fetch`.

@@ -6,12 +6,17 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
+use newel_protocol::BLOCK_BYTES;
 use rustix::thread::CpuSet;
 use serde::Deserialize;
 use thiserror::Error;
 use tracing::level_filters::LevelFilter;
+
+use crate::disk::cli::parse_size;
+use crate::disk::{CacheMode, EngineKind, PoolOptions};
 
 /// What a replica is run with.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,6 +26,7 @@ pub struct Config {
     /// All threads stay on this one.
     pub cpu: Option<usize>,
     pub log: String,
+    pub pool: PoolOptions,
 }
 
 /// The same keys, each given or not: by flags, or by the file.
@@ -33,6 +39,10 @@ pub struct Settings {
     pub allow_plaintext: Option<bool>,
     pub cpu: Option<usize>,
     pub log: Option<String>,
+    pub engine: Option<EngineKind>,
+    pub cache: Option<CacheMode>,
+    #[serde(alias = "merge-max")]
+    pub merge_max: Option<String>,
 }
 
 #[derive(Debug, Error)]
@@ -53,6 +63,8 @@ pub enum ConfigError {
         "--log {value:?} is neither error, warn, info, debug, trace or off, nor directives such as info,target=debug"
     )]
     Log { value: String },
+    #[error("--merge-max {value:?} is no size from 4K to 4M in multiples of 4K, such as 256K")]
+    MergeMax { value: String },
     #[error(
         "--listen {address} is not a loopback address, and the wire is neither encrypted nor authenticated: whoever \
          reaches that port can read and overwrite the volume. Listen on 127.0.0.1 behind a tunnel, or pass \
@@ -82,9 +94,27 @@ impl Config {
         if let Some(cpu) = cpu.filter(|&cpu| cpu >= CpuSet::MAX_CPU) {
             return Err(ConfigError::Cpu { cpu });
         }
-        Ok(Self { region, listen: address, cpu, log })
+        let pool = PoolOptions {
+            engine: flags.engine.or(file.engine),
+            cache: flags.cache.or(file.cache).unwrap_or_default(),
+            ..merge_max(flags.merge_max.or(file.merge_max))?
+        };
+        Ok(Self { region, listen: address, cpu, log, pool })
     }
 }
+
+/// A merged write is one request of whole blocks, of which every one in flight takes memory.
+fn merge_max(value: Option<String>) -> Result<PoolOptions, ConfigError> {
+    let Some(value) = value else { return Ok(PoolOptions::default()) };
+    let bytes = parse_size(&value).ok().and_then(|bytes| usize::try_from(bytes).ok());
+    match bytes.filter(|bytes| bytes.is_multiple_of(BLOCK_BYTES) && MERGE_MAX.contains(bytes)) {
+        Some(merge_max_bytes) => Ok(PoolOptions { merge_max_bytes, ..PoolOptions::default() }),
+        None => Err(ConfigError::MergeMax { value }),
+    }
+}
+
+/// From one block, which merges nothing, to the largest job.
+const MERGE_MAX: RangeInclusive<usize> = BLOCK_BYTES..=4 << 20;
 
 /// A level, or a target and a level. (The logger itself would take any word for a target, so a misspelt level for all.)
 fn is_directive(text: &str) -> bool {
@@ -139,6 +169,29 @@ mod tests {
     }
 
     #[test]
+    fn the_disk_options_are_checked() {
+        let check = |value: &str, bytes: Option<usize>| {
+            let settings = Settings { merge_max: Some(value.to_owned()), ..flags("127.0.0.1:1") };
+            match (Config::new(settings, None), bytes) {
+                (Ok(config), Some(bytes)) => assert_eq!(config.pool.merge_max_bytes, bytes),
+                (Err(error), None) => {
+                    assert!(error.to_string().contains(&format!("--merge-max {value:?}")), "{error}");
+                }
+                other => panic!("{value}: {other:?}"),
+            }
+        };
+        check("256K", Some(256 << 10));
+        check("4096", Some(4096));
+        check("4M", Some(4 << 20));
+        check("8M", None);
+        check("0", None);
+        check("5000", None);
+        check("much", None);
+        let pool = Config::new(flags("127.0.0.1:1"), None).unwrap().pool;
+        assert_eq!(pool, PoolOptions::default());
+    }
+
+    #[test]
     fn the_file_gives_way_to_flags_and_its_errors_say_where() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("newel.toml");
@@ -155,6 +208,7 @@ mod tests {
         );
         check("region = 'r'\nlisten = 7\n", "newel.toml line 2, key `listen`: invalid type");
         check("region = 'r'\n\nlistne = '1'\n", "newel.toml line 3, key `listne`: unknown field");
+        check("engine = 'floppy'\n", "newel.toml line 1, key `engine`: unknown variant `floppy`");
         check("region = ", "newel.toml line 1, key `region`");
     }
 }

@@ -36,7 +36,7 @@ use tracing::{info, warn};
 use self::reactor::{DiskSignal, Reactor};
 use crate::core::api::{Event, Time};
 use crate::core::{Core, CoreConfig, State};
-use crate::disk::{OpenOptions, Pool, PoolOptions, Region, RegionError};
+use crate::disk::{OpenOptions, Pool, Region, RegionError};
 
 #[derive(Debug, Error)]
 pub enum RunError {
@@ -76,7 +76,7 @@ async fn serve(config: &Config) -> Result<(), RunError> {
     let (region, facts) = Region::open(&config.region, &OpenOptions::default())?;
     let signal = Arc::new(DiskSignal::default());
     let wake = Arc::clone(&signal);
-    let pool = Pool::start(region, PoolOptions::default(), Arc::new(move || wake.raise()))?;
+    let pool = Pool::start(region, config.pool.clone(), Arc::new(move || wake.raise()))?;
     let core = Core::new(CoreConfig::default(), facts);
     let reactor = Reactor::new(core, Box::new(pool), signal);
     let listener = socket.listen(listener::BACKLOG).map_err(bind_error)?;

@@ -22,6 +22,8 @@ mod write;
 #[cfg(test)]
 mod tests;
 
+use std::fs::File;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -34,7 +36,7 @@ use self::gate::Gate;
 use self::queue::{Queue, Queued};
 pub use self::submit_times::{LongestSubmit, SubmitSnapshot, SubmitTimes, SubmitTimesByLane};
 use super::device::DeviceQueue;
-use super::engine::{EngineKind, start as start_engine};
+use super::engine::{Engine, EngineKind, start as start_engine};
 use super::error::RegionError;
 use super::file::Region;
 use super::lock;
@@ -43,7 +45,18 @@ use crate::core::api::{DiskCommand, DiskDone, DiskError, DiskOp, DiskOutcome, Op
 /// Called when results are waiting and none were before.
 pub type Wake = Arc<dyn Fn() + Send + Sync>;
 
-#[derive(Clone, Debug)]
+/// Where reads may come from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CacheMode {
+    /// The device: reads and writes go past the page cache
+    #[default]
+    None,
+    /// The page cache where it has the data, and what is read goes into it; writes go to the device all the same
+    Page,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolOptions {
     /// Requests in flight at the kernel, for reads and for writes each. Deeper than any single disk's queue.
     pub depth: u32,
@@ -53,6 +66,7 @@ pub struct PoolOptions {
     pub engine: Option<EngineKind>,
     /// Adjacent writes that wait together are merged up to this size.
     pub merge_max_bytes: usize,
+    pub cache: CacheMode,
 }
 
 /// Larger requests are split by most devices; merging beyond this only costs memory.
@@ -60,7 +74,13 @@ const DEFAULT_MERGE_MAX_BYTES: usize = 1 << 20;
 
 impl Default for PoolOptions {
     fn default() -> Self {
-        Self { depth: 128, max_queued: 65_536, engine: None, merge_max_bytes: DEFAULT_MERGE_MAX_BYTES }
+        Self {
+            depth: 128,
+            max_queued: 65_536,
+            engine: None,
+            merge_max_bytes: DEFAULT_MERGE_MAX_BYTES,
+            cache: CacheMode::None,
+        }
     }
 }
 
@@ -90,7 +110,7 @@ impl std::fmt::Debug for Pool {
 impl Pool {
     pub fn start(region: Arc<Region>, options: PoolOptions, wake: Wake) -> Result<Self, RegionError> {
         let queue = || Arc::new(Queue::new(options.max_queued));
-        let eventfd = || -> std::io::Result<OwnedFd> {
+        let eventfd = || -> io::Result<OwnedFd> {
             Ok(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
         };
         let fail = |source| RegionError::Thread { name: "an eventfd", source };
@@ -121,7 +141,8 @@ impl Pool {
         pool.write_lane = Some(Arc::clone(&lane));
         pool.spawn("newel-w", move || lane.run())?;
         let gate = parts.gate(|times| &times.reads)?;
-        let lane = read::Lane::new(&region, &pool.reads, &pool.sink, gate);
+        let cached = (options.cache == CacheMode::Page).then(|| parts.cached()).transpose()?;
+        let lane = read::Lane::new(&region, &pool.reads, &pool.sink, gate, cached);
         pool.read_lane = Some(Arc::clone(&lane));
         pool.spawn("newel-r", move || lane.run())?;
         let (queue, sink, of) = (Arc::clone(&pool.flushes), Arc::clone(&pool.sink), Arc::clone(&region));
@@ -146,6 +167,7 @@ impl Pool {
             return;
         }
         let at = Instant::now();
+        self.answer_at_hand(commands, at);
         let lanes = [&self.writes, &self.reads, &self.flushes, &self.metadata];
         // Mostly all belong to one lane, and then one lock is taken.
         let mut refused = Vec::new();
@@ -159,6 +181,20 @@ impl Pool {
             let done = refused.drain(..).map(|Queued { command, .. }| refusal(command.op)).collect();
             self.sink.push(done);
         }
+    }
+
+    /// Reads that need no other thread.
+    fn answer_at_hand(&self, commands: &mut Vec<DiskCommand>, at: Instant) {
+        let Some(lane) = &self.read_lane else { return };
+        let mut answers = Vec::new();
+        commands.retain(|command| match lane.try_now(command, at) {
+            Some(done) => {
+                answers.push(done);
+                false
+            }
+            None => true,
+        });
+        self.sink.push(answers);
     }
 
     /// Moves all results there are behind what `into` holds. Never blocks.
@@ -237,15 +273,32 @@ impl Parts<'_> {
         &self,
         of_lane: fn(&SubmitTimesByLane) -> &SubmitTimes,
     ) -> Result<Gate<T>, RegionError> {
-        let raised = self.completions.try_clone();
-        let engine = raised.and_then(|raised| {
-            start_engine(self.kind, self.region.storage().direct_file()?, self.depth, Some(raised))
-        });
-        let engine = engine.map_err(|source| {
-            let path = self.region.storage().path().display().to_string();
-            RegionError::Engine { path, engine: self.kind, depth: self.depth, source }
-        })?;
-        Ok(Gate::new(engine, self.depth as usize, &self.device, &self.times, of_lane))
+        let file = self.region.storage().direct_file();
+        Ok(Gate::new(self.engine(self.kind, file)?, self.depth as usize, &self.device, &self.times, of_lane))
+    }
+
+    /// Reads through the page cache wait for the disk in the call: they are of threads.
+    fn cached(&self) -> Result<read::Cached, RegionError> {
+        let data = self.region.storage().cached_data();
+        let data = data.map_err(|source| self.error(EngineKind::Psync, source))?;
+        let engine = self.engine(EngineKind::Psync, data.file())?;
+        let unknown = DeviceQueue::default();
+        let gate = Gate::new(engine, self.depth as usize, &unknown, &self.times, |times| &times.reads);
+        Ok(read::Cached { data, gate })
+    }
+
+    fn engine<T: Send + 'static>(
+        &self,
+        kind: EngineKind,
+        file: io::Result<File>,
+    ) -> Result<Box<dyn Engine<T>>, RegionError> {
+        let start = |file| start_engine(kind, file, self.depth, Some(self.completions.try_clone()?));
+        file.and_then(start).map_err(|source| self.error(kind, source))
+    }
+
+    fn error(&self, engine: EngineKind, source: io::Error) -> RegionError {
+        let path = self.region.storage().path().display().to_string();
+        RegionError::Engine { path, engine, depth: self.depth, source }
     }
 }
 

@@ -1,10 +1,12 @@
 //! The read lane: one thread looks up contexts and submits; the reactor takes completions.
 //!
 //! Invariants:
-//! - A read that needs no data is answered without touching the device.
+//! - A read that needs no data is answered without touching the device; by the reactor, if its contexts are at hand.
 //! - The reactor hands on whole buffers as they are. What has to be packed, checked or read again goes back to the lane's thread.
 //! - A read that fails or comes short is tried block by block, so that only bad blocks are missing.
 //! - The buffer that the device filled is handed on; it goes back to its pool when the last user drops it.
+//! - Through the page cache (`--cache page`) goes only data that has a checksum, and it counts only if it matches that: otherwise it is
+//!   read again with direct I/O, and whatever that finds is the answer.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -12,25 +14,36 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use newel_protocol::BlockState;
+use newel_protocol::wire::ReadMode;
 
 use super::gate::Gate;
 use super::queue::{Queue, Queued};
 use super::{Sink, done};
-use crate::core::api::{DiskDone, DiskError, DiskOp, DiskOutcome, OpId};
+use crate::core::api::{DiskCommand, DiskDone, DiskError, DiskOp, DiskOutcome, OpId};
 use crate::disk::engine::{Completion, Payload, Request};
-use crate::disk::file::Region;
+use crate::disk::file::{CachedData, Region};
 use crate::disk::lock;
 use crate::disk::read::ReadPlan;
+
+/// Larger reads from the cache are copied and checked on other threads than the reactor's: this takes some 20 µs.
+const MAX_CACHED_BYTES: usize = 128 << 10;
 
 pub(super) struct Lane {
     region: Arc<Region>,
     queue: Arc<Queue>,
     sink: Arc<Sink>,
-    gate: Gate<Job>,
+    direct: Gate<Job>,
+    cached: Option<Cached>,
     /// Of the reactor, kept for its allocation.
     polled: Mutex<Vec<Completion<Job>>>,
     /// What did not simply succeed, for the lane's thread.
     repairs: Mutex<Vec<Repair>>,
+}
+
+/// The way through the page cache.
+pub(super) struct Cached {
+    pub data: CachedData,
+    pub gate: Gate<Job>,
 }
 
 #[derive(Debug)]
@@ -38,6 +51,7 @@ pub(super) struct Job {
     op: OpId,
     plan: ReadPlan,
     arrived: Instant,
+    from_cache: bool,
 }
 
 struct Repair {
@@ -47,92 +61,158 @@ struct Repair {
     submitted: Instant,
 }
 
+/// What the lane's thread is about to submit.
+#[derive(Default)]
+struct Staged {
+    direct: VecDeque<Request<Job>>,
+    cached: VecDeque<Request<Job>>,
+}
+
+impl Staged {
+    fn is_empty(&self) -> bool {
+        self.direct.is_empty() && self.cached.is_empty()
+    }
+}
+
 impl Lane {
     pub(super) fn new(
         region: &Arc<Region>,
         queue: &Arc<Queue>,
         sink: &Arc<Sink>,
-        gate: Gate<Job>,
+        direct: Gate<Job>,
+        cached: Option<Cached>,
     ) -> Arc<Self> {
         Arc::new(Self {
             region: Arc::clone(region),
             queue: Arc::clone(queue),
             sink: Arc::clone(sink),
-            gate,
+            direct,
+            cached,
             polled: Mutex::default(),
             repairs: Mutex::default(),
         })
     }
 
+    /// Called by the reactor: the answer, if it is at hand. Never waits.
+    pub(super) fn try_now(&self, command: &DiskCommand, arrived: Instant) -> Option<DiskDone> {
+        let DiskOp::Read { range, mode } = command.kind else { return None };
+        // Without the cache only contexts are at hand; to look for more would be work done twice.
+        if range.bytes() > MAX_CACHED_BYTES || (self.cached.is_none() && mode != ReadMode::Contexts) {
+            return None;
+        }
+        let plan = self.region.plan_read_now(range, mode)?;
+        let data = match (plan.fetch, &self.cached) {
+            (None, _) => Bytes::new(),
+            (Some(_), None) => return None,
+            (Some(fetch), Some(cached)) => {
+                let mut buffer = self.region.storage().buffers.take(fetch.bytes());
+                let offset = self.region.layout().block_offset(fetch.start);
+                if !cached.data.read_now(offset, &mut buffer) || !self.region.matches(&plan, &buffer) {
+                    return None;
+                }
+                Bytes::from_owner(buffer)
+            }
+        };
+        let found = self.region.finish_read(plan, data);
+        Some(done(command.op, Ok(outcome(found)), arrived, arrived, arrived))
+    }
+
     /// The lane's thread.
     pub(super) fn run(&self) {
-        let (mut queued, mut refused) = (Vec::new(), Vec::new());
-        let mut requests = VecDeque::new();
+        let mut queued = Vec::new();
+        let mut staged = Staged::default();
         while self.queue.take(&mut queued) {
-            self.repair();
+            self.repair(&mut staged);
             let mut answers = Vec::new();
             for Queued { command, at } in queued.drain(..) {
-                match self.plan(command.op, &command.kind, at) {
-                    Ok(request) => requests.push_back(request),
-                    Err(result) => {
-                        let now = Instant::now();
-                        answers.push(done(command.op, result, at, now, now));
-                    }
+                if let Err(result) = self.plan(command.op, &command.kind, at, &mut staged) {
+                    let now = Instant::now();
+                    answers.push(done(command.op, result, at, now, now));
                 }
             }
             self.sink.push(answers);
-            while !requests.is_empty() {
-                if self.gate.submit(&mut requests, &mut refused) == 0 {
+            while !staged.is_empty() {
+                if self.submit(&mut staged) == 0 {
                     self.queue.wait_for_nudge();
                 }
-                self.sort(&mut refused, &mut Vec::new());
-                self.repair();
+                self.repair(&mut staged);
             }
         }
-        self.run_out();
+        self.run_out(&mut staged);
+    }
+
+    fn submit(&self, staged: &mut Staged) -> usize {
+        let mut refused = Vec::new();
+        let mut count = 0;
+        if !staged.direct.is_empty() {
+            count += self.direct.submit(&mut staged.direct, &mut refused);
+        }
+        if let (Some(cached), false) = (&self.cached, staged.cached.is_empty()) {
+            count += cached.gate.submit(&mut staged.cached, &mut refused);
+        }
+        // None of these is whole, so none is answered here.
+        self.sort(&mut refused, &mut Vec::new());
+        count
     }
 
     /// The end: what is in flight is waited for here, since the reactor no longer looks.
-    fn run_out(&self) {
+    fn run_out(&self, staged: &mut Staged) {
         let (mut completions, mut answers) = (Vec::new(), Vec::new());
-        while !self.gate.is_idle() && self.gate.wait(&mut completions).is_ok() {
+        let gates =
+            || [self.cached.as_ref().map(|cached| &cached.gate), Some(&self.direct)].into_iter().flatten();
+        loop {
+            self.repair(staged);
+            self.submit(staged);
+            let Some(busy) = gates().find(|gate| !gate.is_idle()) else { break };
+            if busy.wait(&mut completions).is_err() {
+                break;
+            }
             self.sort(&mut completions, &mut answers);
-            self.repair();
         }
-        self.repair();
+        self.repair(staged);
         self.sink.push(answers);
     }
 
-    /// A request, or the answer if none is needed.
-    fn plan(&self, op: OpId, kind: &DiskOp, arrived: Instant) -> Result<Request<Job>, Outcome> {
+    /// Stages a request, or gives the answer if none is needed.
+    fn plan(&self, op: OpId, kind: &DiskOp, arrived: Instant, staged: &mut Staged) -> Result<(), Outcome> {
         let DiskOp::Read { range, mode } = kind else {
             let message = "not an operation of this lane".to_owned();
             return Err(Err(DiskError::Io { operation: "a read", message }));
         };
         let plan = self.region.plan_read(*range, *mode).map_err(Err)?;
-        let Some(fetch) = plan.fetch else {
+        if plan.fetch.is_none() {
             return Err(Ok(outcome(self.region.finish_read(plan, Bytes::new()))));
-        };
+        }
+        // What is to be verified is on the medium, and what has no checksum can't be told from what is stale.
+        let from_cache = self.cached.is_some() && *mode == ReadMode::Data;
+        self.stage(Job { op, plan, arrived, from_cache }, staged);
+        Ok(())
+    }
+
+    fn stage(&self, job: Job, staged: &mut Staged) {
+        let Some(fetch) = job.plan.fetch else { return };
         let payload = Payload::Read(self.region.storage().buffers.take(fetch.bytes()));
         let offset = self.region.layout().block_offset(fetch.start);
-        Ok(Request { offset, payload, user: Job { op, plan, arrived } })
+        let to = if job.from_cache { &mut staged.cached } else { &mut staged.direct };
+        to.push_back(Request { offset, payload, user: job });
     }
 
     /// Takes what the kernel has completed. Called by the reactor: neither waits nor touches the disk.
     pub(super) fn poll(&self, into: &mut Vec<DiskDone>) {
         let mut completions = lock(&self.polled);
-        match self.gate.poll(&mut completions) {
-            Ok(waiting) => {
-                if self.sort(&mut completions, into) || waiting {
-                    self.queue.nudge();
-                }
-            }
-            Err(error) => {
+        let direct = self.direct.poll(&mut completions);
+        let cached = self.cached.as_ref().map_or(Ok(false), |cached| cached.gate.poll(&mut completions));
+        let mut nudge = self.sort(&mut completions, into);
+        for result in [direct, cached] {
+            nudge |= result.unwrap_or_else(|error| {
                 // Nothing will complete any more; only a kernel that took our ring away says so.
-                self.region
-                    .fail(DiskError::Io { operation: "taking completions", message: error.to_string() });
-                self.queue.nudge();
-            }
+                let message = error.to_string();
+                self.region.fail(DiskError::Io { operation: "taking completions", message });
+                true
+            });
+        }
+        if nudge {
+            self.queue.nudge();
         }
     }
 
@@ -149,7 +229,7 @@ impl Lane {
                 _ => None,
             };
             match data {
-                Some(data) if job.plan.is_plain() => {
+                Some(data) if job.plan.is_plain() && self.is_sound(&job, &data) => {
                     let found = self.region.finish_read(job.plan, data);
                     into.push(done(job.op, Ok(outcome(found)), job.arrived, submitted, now));
                 }
@@ -161,17 +241,35 @@ impl Lane {
         found
     }
 
+    /// From the medium, or from the cache and checked. What takes long to check is left to the lane's thread.
+    fn is_sound(&self, job: &Job, data: &[u8]) -> bool {
+        !job.from_cache || (data.len() <= MAX_CACHED_BYTES && self.region.matches(&job.plan, data))
+    }
+
     /// Does what is left to this thread.
-    fn repair(&self) {
+    fn repair(&self, staged: &mut Staged) {
         let repairs = std::mem::take(&mut *lock(&self.repairs));
-        let answers = repairs.into_iter().map(|Repair { job, data, submitted }| {
+        let mut answers = Vec::with_capacity(repairs.len());
+        for Repair { mut job, data, submitted } in repairs {
+            if job.from_cache && !data.as_ref().is_some_and(|data| self.region.matches(&job.plan, data)) {
+                self.forget(&job.plan);
+                job.from_cache = false;
+                self.stage(job, staged);
+                continue;
+            }
             let found = match data {
                 Some(data) => self.region.finish_read(job.plan, data),
                 None => self.region.read_block_by_block(job.plan),
             };
-            done(job.op, Ok(outcome(found)), job.arrived, submitted, Instant::now())
-        });
-        self.sink.push(answers.collect());
+            answers.push(done(job.op, Ok(outcome(found)), job.arrived, submitted, Instant::now()));
+        }
+        self.sink.push(answers);
+    }
+
+    fn forget(&self, plan: &ReadPlan) {
+        if let (Some(cached), Some(fetch)) = (&self.cached, plan.fetch) {
+            cached.data.forget(self.region.layout().block_offset(fetch.start), fetch.bytes() as u64);
+        }
     }
 }
 

@@ -1,4 +1,6 @@
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::process::Command;
 
 use bytes::Bytes;
 use newel_protocol::crc::block_crcs;
@@ -26,7 +28,7 @@ struct Rig {
 }
 
 impl Rig {
-    fn new(depth: u32, engine: EngineKind) -> Self {
+    fn new(depth: u32, engine: EngineKind, cache: CacheMode) -> Self {
         let directory = tempfile::Builder::new().prefix("newel-pool").tempdir_in(beside_us()).unwrap();
         let path = directory.path().join("region");
         let options = CreateOptions {
@@ -37,11 +39,19 @@ impl Rig {
             force: false,
         };
         create_region(&options, &|_, _, _| {}).unwrap();
+        Self::on(
+            directory,
+            path,
+            PoolOptions { depth, max_queued: 1000, engine: Some(engine), cache, ..PoolOptions::default() },
+        )
+    }
+
+    /// Over a region that exists.
+    fn on(directory: tempfile::TempDir, path: PathBuf, options: PoolOptions) -> Self {
         let (region, _) = Region::open(&path, &OpenOptions::default()).unwrap();
         region.apply(&HeaderChange::Promise { generation: Generation(1), upstairs: Uuid::nil() }).unwrap();
         // These tests look all the time, and need no waking.
         let wake = Arc::new(|| {});
-        let options = PoolOptions { depth, max_queued: 1000, engine: Some(engine), ..PoolOptions::default() };
         let pool = Some(Pool::start(Arc::clone(&region), options, wake).unwrap());
         Self { _directory: directory, path, region, pool, next: 0 }
     }
@@ -76,11 +86,12 @@ impl Rig {
     }
 }
 
-/// The same over every engine.
+/// The same over every engine, and through the page cache.
 fn over_all(depth: u32, test: impl Fn(Rig)) {
     for &engine in <EngineKind as clap::ValueEnum>::value_variants() {
-        test(Rig::new(depth, engine));
+        test(Rig::new(depth, engine, CacheMode::None));
     }
+    test(Rig::new(depth, EngineKind::Aio, CacheMode::Page));
 }
 
 fn v(sequence: u64) -> Version {
@@ -223,4 +234,71 @@ fn refused_at_once(mut rig: Rig) {
             .as_ref()
             .is_err_and(|error| error.to_string().contains("as many operations as it may"))
     );
+}
+
+struct Detach(PathBuf);
+
+impl Drop for Detach {
+    fn drop(&mut self) {
+        Command::new("losetup").arg("-d").arg(&self.0).status().ok();
+    }
+}
+
+/// The device's content changes below the cache of the device.
+#[test]
+fn what_the_cache_has_wrong_is_read_from_the_medium() {
+    let directory = tempfile::Builder::new().prefix("newel-pool").tempdir_in(beside_us()).unwrap();
+    let image = directory.path().join("image");
+    let below = File::options().read(true).write(true).create_new(true).open(&image).unwrap();
+    below.set_len(24 << 20).unwrap();
+    let found = Command::new("losetup").args(["-f", "--show", "--direct-io=on"]).arg(&image).output();
+    let path = match found {
+        Ok(output) if output.status.success() => {
+            PathBuf::from(String::from_utf8(output.stdout).unwrap().trim())
+        }
+        other => return println!("SKIPPED: no loop device: {other:?}"),
+    };
+    let _detach = Detach(path.clone());
+    let options = CreateOptions {
+        path: path.clone(),
+        size: Some(8 << 20),
+        volume: Uuid::nil(),
+        prealloc: Prealloc::Full,
+        force: true,
+    };
+    create_region(&options, &|_, _, _| {}).unwrap();
+    let options = PoolOptions { cache: CacheMode::Page, ..PoolOptions::default() };
+    let mut rig = Rig::on(directory, path.clone(), options);
+    // Larger than what the reactor reads by itself, and smaller.
+    for (start, count) in [(0, 64), (100, 2)] {
+        rig.one(write(start, count, 1));
+        rig.one(DiskOp::Flush { mark: None });
+        let good = rig.read(start, count).1;
+        assert_eq!(good[..BLOCK_BYTES], content(start, 1));
+        let offset = rig.region.layout().block_offset(start);
+        let change = |bytes: &[u8]| {
+            below.write_all_at(bytes, offset).unwrap();
+            below.sync_all().unwrap();
+        };
+        let through_the_cache = || {
+            let mut found = vec![0; good.len()];
+            File::open(&path).unwrap().read_exact_at(&mut found, offset).unwrap();
+            found
+        };
+        assert_eq!(through_the_cache(), good);
+        // The medium rots, and the cache does not know: it still has what the context asks for.
+        change(&vec![7; good.len()]);
+        assert_eq!(rig.read(start, count).1, good);
+        // Now the cache has the rot, and the medium is good again.
+        rig.region.storage().cached_data().unwrap().forget(offset, good.len() as u64);
+        assert_eq!(through_the_cache(), vec![7; good.len()]);
+        change(&good);
+        assert_eq!(through_the_cache(), vec![7; good.len()], "the cache is stale");
+        assert_eq!(rig.read(start, count).1, good);
+        assert_eq!(through_the_cache(), good, "the stale pages are gone");
+        // If the medium is bad, it is the medium's data that is handed on.
+        change(&vec![9; good.len()]);
+        rig.region.storage().cached_data().unwrap().forget(offset, good.len() as u64);
+        assert_eq!(rig.read(start, count).1, vec![9; good.len()]);
+    }
 }
