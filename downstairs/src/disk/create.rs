@@ -14,7 +14,7 @@ use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use newel_protocol::BLOCK_BYTES;
-use rustix::fs::{FallocateFlags, OFlags, fallocate};
+use rustix::fs::{FallocateFlags, OFlags, fallocate, fstatvfs};
 use rustix::io::Errno;
 use tracing::warn;
 use uuid::Uuid;
@@ -230,6 +230,13 @@ fn allocate(storage: &FileStorage, layout: &Layout, prealloc: Prealloc) -> io::R
         Prealloc::Full | Prealloc::Fallocate => (layout.total_bytes(), true),
         Prealloc::Sparse => (layout.data_offset, false),
     };
+    if !required && !has_room(storage, bytes) {
+        let path = storage.path().display();
+        warn!(
+            "{path}: the context table takes {bytes} bytes, which are not there: contexts may meet a full disk"
+        );
+        return Ok(());
+    }
     match fallocate(storage.cached(), FallocateFlags::empty(), 0, bytes) {
         Ok(()) => Ok(()),
         Err(Errno::OPNOTSUPP) if prealloc == Prealloc::Full => Ok(()),
@@ -247,6 +254,13 @@ fn allocate(storage: &FileStorage, layout: &Layout, prealloc: Prealloc) -> io::R
         }
         Err(error) => Err(error.into()),
     }
+}
+
+/// A table that would take all that is left is not worth it: allocating it in part would leave nothing for anybody.
+fn has_room(storage: &FileStorage, bytes: u64) -> bool {
+    let free =
+        fstatvfs(storage.cached()).map_or(u64::MAX, |found| found.f_bavail.saturating_mul(found.f_frsize));
+    bytes <= free / 2
 }
 
 /// Table and data, then log and headers.
@@ -329,7 +343,10 @@ fn create_error(path: &Path, name: &str, error: io::Error) -> RegionError {
 }
 
 fn space_error(operation: &'static str, name: &str, needed: u64, error: io::Error) -> RegionError {
-    let no_space = [io::ErrorKind::StorageFull, io::ErrorKind::QuotaExceeded, io::ErrorKind::FileTooLarge];
+    if error.kind() == io::ErrorKind::FileTooLarge {
+        return RegionError::FileTooLarge { path: name.to_owned(), needed };
+    }
+    let no_space = [io::ErrorKind::StorageFull, io::ErrorKind::QuotaExceeded];
     if no_space.contains(&error.kind()) {
         return RegionError::NoSpace { path: name.to_owned(), needed };
     }

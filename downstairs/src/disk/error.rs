@@ -21,6 +21,10 @@ pub enum RegionError {
     Permission { operation: &'static str, path: String },
     #[error("{path}: no space left on device: the region needs {needed} bytes; nothing was left behind")]
     NoSpace { path: String, needed: u64 },
+    #[error(
+        "{path}: the region needs {needed} bytes, and no file may be so large here; use XFS or a block device"
+    )]
+    FileTooLarge { path: String, needed: u64 },
     #[error("{path}: not a Newel region (header copy A: {copy_a}; copy B: {copy_b})")]
     NotARegion { path: String, copy_a: Box<PageFault>, copy_b: Box<PageFault> },
     #[error("{path}: both headers are damaged (copy A: {copy_a}; copy B: {copy_b}); replace this replica")]
@@ -33,6 +37,15 @@ pub enum RegionError {
     Truncated { path: String, found: u64, what: &'static str, needed: u64 },
     #[error("{path}: in use by process {pid}; stop it first", pid = Pid(.pid))]
     Locked { path: String, pid: Option<u32> },
+    #[error(
+        "{path}: {what} is read-only; make it writable (blockdev --setrw, or mount -o remount,rw) or use another one"
+    )]
+    ReadOnly { path: String, what: String },
+    #[error(
+        "{path}: on a device with sectors of {found} bytes; a region is written in blocks of {largest}: use a device with \
+         sectors of at most that"
+    )]
+    SectorSize { path: String, found: usize, largest: usize },
     #[error("{path}: in use by the system: mounted, or part of another volume; free it first")]
     Busy { path: String },
     #[error("{path}: already holds region {region} of {bytes} bytes; use --force to destroy it")]
@@ -67,6 +80,9 @@ impl RegionError {
         let path = path.to_owned();
         if source.kind() == io::ErrorKind::NotFound {
             return Self::Missing { path };
+        }
+        if source.kind() == io::ErrorKind::ReadOnlyFilesystem {
+            return Self::ReadOnly { path, what: "its file system".to_owned() };
         }
         if source.kind() == io::ErrorKind::PermissionDenied {
             return Self::Permission { operation, path };

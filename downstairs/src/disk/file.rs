@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
+use newel_protocol::BLOCK_BYTES;
 use rustix::fs::{
     Advice, AtFlags, FallocateFlags, OFlags, SeekFrom, StatxFlags, fadvise, fallocate, fdatasync,
 };
@@ -167,6 +168,7 @@ pub struct FileStorage {
     is_direct: bool,
     /// Many contexts at once; `None` if the system allows no more rings.
     contexts: Option<Mutex<CachedWrites>>,
+    device: DeviceQueue,
     pub(super) is_device: bool,
     pub(super) buffers: Arc<BufferPool>,
 }
@@ -201,6 +203,15 @@ impl FileStorage {
     /// Over a file that is open and locked.
     pub(super) fn on(cached: File, path: &Path, is_device: bool, write: bool) -> Result<Self, RegionError> {
         let name = path.display().to_string();
+        let device = DeviceQueue::under(&cached);
+        if let Some(found) = device.sector_bytes.filter(|&bytes| bytes > BLOCK_BYTES) {
+            return Err(RegionError::SectorSize { path: name, found, largest: BLOCK_BYTES });
+        }
+        // An administrator may open it for writing all the same, and fails later.
+        if is_device && write && device.read_only {
+            let what = format!("device {}", device.name.unwrap_or_default());
+            return Err(RegionError::ReadOnly { path: name, what });
+        }
         // The table is read and written in small pieces all over: large pages in the cache would only cost.
         if let Err(error) = fadvise(&cached, 0, None, Advice::Random) {
             warn!("{name}: no advice on the page cache is taken: {error}");
@@ -220,7 +231,7 @@ impl FileStorage {
         let buffers = BufferPool::new(BUFFERS_KEPT_BYTES);
         let contexts = if write { contexts_ring(&name) } else { None };
         let path = path.to_owned();
-        Ok(Self { cached, direct, path, align_bytes, is_direct, contexts, is_device, buffers })
+        Ok(Self { cached, direct, path, align_bytes, is_direct, contexts, device, is_device, buffers })
     }
 
     pub(super) fn cached(&self) -> &File {
@@ -353,8 +364,8 @@ impl FileStorage {
         self.is_direct
     }
 
-    pub(super) fn device_queue(&self) -> DeviceQueue {
-        DeviceQueue::under(&self.cached)
+    pub(super) fn device_queue(&self) -> &DeviceQueue {
+        &self.device
     }
 }
 

@@ -3,7 +3,6 @@
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use newel_protocol::crc::block_crcs;
 use newel_protocol::wire::{Membership, ReadMode, ZeroMode};
@@ -39,12 +38,17 @@ impl Place {
     }
 }
 
-fn make(path: &Path, size: Option<u64>, prealloc: Prealloc, force: bool) -> Result<Header, String> {
+pub(super) fn make(
+    path: &Path,
+    size: Option<u64>,
+    prealloc: Prealloc,
+    force: bool,
+) -> Result<Header, String> {
     let options = CreateOptions { path: path.to_owned(), size, volume: Uuid::nil(), prealloc, force };
     create_region(&options, &|_, _, _| {}).map_err(|error| error.to_string())
 }
 
-fn open(path: &Path) -> Result<std::sync::Arc<Region>, String> {
+pub(super) fn open(path: &Path) -> Result<std::sync::Arc<Region>, String> {
     Region::open(path, &OpenOptions::default()).map(|(region, _)| region).map_err(|error| error.to_string())
 }
 
@@ -63,7 +67,7 @@ fn audit_of(path: &Path) -> Audit {
 }
 
 /// One life of a region: written, closed, opened again, corrupted, found out.
-fn exercise(path: &Path) {
+pub(super) fn exercise(path: &Path) {
     let region = open(path).unwrap();
     region.apply(&HeaderChange::Promise { generation: Generation(1), upstairs: Uuid::nil() }).unwrap();
     region
@@ -123,45 +127,6 @@ fn a_file_without_direct_io() {
     let path = directory.path().join("region");
     make(&path, Some(8 << 20), Prealloc::Sparse, false).unwrap();
     exercise(&path);
-}
-
-#[test]
-fn a_loop_device() {
-    let place = Place::new();
-    let image = place.directory.path().join("image");
-    File::create(&image).unwrap().set_len(24 << 20).unwrap();
-    let found = Command::new("losetup").args(["-f", "--show"]).arg(&image).output();
-    let device = match found {
-        Ok(output) if output.status.success() => {
-            PathBuf::from(String::from_utf8(output.stdout).unwrap().trim())
-        }
-        other => {
-            println!("SKIPPED: no loop device: {other:?}");
-            return;
-        }
-    };
-    struct Detach(PathBuf);
-    impl Drop for Detach {
-        fn drop(&mut self) {
-            Command::new("losetup").arg("-d").arg(&self.0).status().ok();
-        }
-    }
-    let _detach = Detach(device.clone());
-
-    let error = make(&device, Some(24 << 20), Prealloc::Fallocate, false).unwrap_err();
-    assert!(error.contains("a device of 25165824 bytes, but a region of 25165824 bytes needs"), "{error}");
-    let header = make(&device, None, Prealloc::Fallocate, false).unwrap();
-    assert!(header.layout.total_bytes() <= 24 << 20 && header.layout.blocks > 5000);
-    let error = make(&device, None, Prealloc::Fallocate, false).unwrap_err();
-    assert!(error.contains(&format!("already holds region {}", header.region)), "{error}");
-    make(&device, Some(8 << 20), Prealloc::Full, true).unwrap();
-    exercise(&device);
-    let file = File::options().write(true).open(&device).unwrap();
-    file.write_all_at(&[0; 4096], 0).unwrap();
-    file.write_all_at(&[0; 4096], HEADER_B_OFFSET).unwrap();
-    drop(file);
-    let error = make(&device, None, Prealloc::Fallocate, false).unwrap_err();
-    assert!(error.contains("not empty at byte 0"), "{error}");
 }
 
 #[test]

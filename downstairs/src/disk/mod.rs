@@ -62,6 +62,9 @@ mod engine_tests;
 mod crash_tests;
 #[cfg(test)]
 #[cfg(feature = "daemon")]
+mod device_tests;
+#[cfg(test)]
+#[cfg(feature = "daemon")]
 mod file_tests;
 #[cfg(test)]
 mod mem;

@@ -6,12 +6,13 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
+use super::device::DeviceQueue;
 use super::error::RegionError;
 
 pub(super) fn lock_exclusively(file: &File, path: &str) -> Result<(), RegionError> {
@@ -22,8 +23,15 @@ pub(super) fn lock_exclusively(file: &File, path: &str) -> Result<(), RegionErro
     }
 }
 
-/// A block device that another one holds can't even be opened.
+/// A block device that another one holds can't even be opened, and one that is read-only looks like one of others.
 pub(super) fn open_error(on: &Path, name: &str, error: io::Error) -> RegionError {
+    if let Ok(found) = fs::metadata(on)
+        && found.file_type().is_block_device()
+        && let DeviceQueue { name: device, read_only: true, .. } = DeviceQueue::below(&found)
+    {
+        let what = format!("device {}", device.unwrap_or_default());
+        return RegionError::ReadOnly { path: name.to_owned(), what };
+    }
     if error.raw_os_error() != Some(Errno::BUSY.raw_os_error()) {
         return RegionError::io("open it", name, error);
     }

@@ -130,7 +130,7 @@ impl Pool {
         let parts = Parts {
             kind: engine_for(&region, options.engine),
             depth: options.depth.clamp(1, MAX_DEPTH),
-            device: region.storage().device_queue(),
+            device: region.storage().device_queue().clone(),
             completions: pool.completions.try_clone().map_err(fail)?,
             times: Arc::clone(&pool.submit_times),
             region: &region,
@@ -302,7 +302,7 @@ impl Parts<'_> {
     }
 }
 
-fn engine_for(region: &Region, wanted: Option<EngineKind>) -> EngineKind {
+pub(super) fn engine_for(region: &Region, wanted: Option<EngineKind>) -> EngineKind {
     let storage = region.storage();
     wanted.unwrap_or_else(|| {
         if storage.is_direct() {
