@@ -197,3 +197,31 @@ fn what_cannot_be_run_says_why() {
     let address = taken.local_addr().unwrap().to_string();
     check(&["--region", region, "--listen", &address], 1, &format!("cannot listen on {address}"));
 }
+
+#[test]
+fn a_terminal_sees_how_far_creation_is() {
+    let dir = workplace();
+    let region = dir.path().join("region.img");
+    let args = ["create", "--size", "64M", "--prealloc", "full", "--region"];
+    let plain = newel().args(args).arg(&region).output().unwrap();
+    assert!(plain.status.success() && plain.stderr.is_empty(), "{plain:?}");
+    assert!(String::from_utf8_lossy(&plain.stdout).contains("of 67108864 bytes"));
+    let command = format!(
+        "{} {} {} --force",
+        env!("CARGO_BIN_EXE_newel-downstairs"),
+        args.join(" "),
+        region.display()
+    );
+    // `script` gives it a terminal of a width.
+    let on_terminal = Command::new("script")
+        .args(["-qec", &format!("stty cols 100; {command}"), "/dev/null"])
+        .stdin(Stdio::null())
+        .output();
+    let output = match on_terminal {
+        Ok(output) => output,
+        Err(error) => return println!("SKIPPED: no `script`: {error}"),
+    };
+    let seen = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{output:?}");
+    assert!(seen.contains("data") && seen.contains("/64.00 MiB"), "{seen:?}");
+}
