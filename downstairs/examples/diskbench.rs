@@ -1,7 +1,7 @@
 //! Measures the disk pool beside a bare aio loop on the same region:
 //! `cargo run --release -p newel-downstairs --example diskbench -- DIRECTORY [SECONDS [PART OF A NAME]]`.
 //!
-//! Prints IOPS and CPU time (all threads) for each operation.
+//! Prints IOPS and CPU time (all threads) for each operation; beside fio, where there is one, for two; and how long submitting took.
 #![expect(clippy::print_stdout, reason = "its purpose is to print")]
 #![expect(clippy::disallowed_methods, reason = "it measures time")]
 
@@ -31,6 +31,8 @@ const REGION_BLOCKS: u64 = REGION_BYTES / BLOCK_BYTES as u64;
 
 const ROUNDS: u32 = 4;
 
+const FLUSH: OpId = OpId(u64::MAX);
+
 fn main() -> anyhow::Result<()> {
     let mut args = std::env::args().skip(1);
     let directory: PathBuf =
@@ -49,6 +51,16 @@ fn main() -> anyhow::Result<()> {
     let result = measure(&path, Duration::from_secs_f64(seconds), &only);
     std::fs::remove_file(&path)?;
     result
+}
+
+struct Load {
+    name: &'static str,
+    blocks: u32,
+    depth: u32,
+    write: bool,
+    sequential: bool,
+    /// After each one, and the next one waits for it.
+    flush: bool,
 }
 
 struct Bench {
@@ -71,27 +83,53 @@ fn measure(path: &Path, time: Duration, only: &str) -> anyhow::Result<()> {
     let mut bench = Bench { region, pool, woken, time, random: 88_172_645_463_325_252, sequence: 0 };
     bench.fill()?;
     println!("{:24} {:>18} {:>18} {:>7}", "", "bare loop", "pool", "CPU");
-    for (name, blocks, depth, write) in [
-        ("4K random write, q1", 1, 1, true),
-        ("4K random write, q32", 1, 32, true),
-        ("4K random read, q1", 1, 1, false),
-        ("4K random read, q32", 1, 32, false),
-        ("1M write, q8", 256, 8, true),
-        ("1M read, q8", 256, 8, false),
-        ("4K sequential write, q32", 0, 32, true),
+    let load =
+        |name, blocks, depth, write| Load { name, blocks, depth, write, sequential: false, flush: false };
+    for load in [
+        load("4K random write, q1", 1, 1, true),
+        load("4K random write, q32", 1, 32, true),
+        load("4K random read, q1", 1, 1, false),
+        load("4K random read, q32", 1, 32, false),
+        load("1M write, q8", 256, 8, true),
+        load("1M read, q8", 256, 8, false),
+        Load { sequential: true, ..load("4K sequential write, q32", 1, 32, true) },
     ] {
-        if name.contains(only) {
-            bench.compare(name, blocks, depth, write)?;
+        if load.name.contains(only) {
+            bench.compare(&load)?;
         }
+    }
+    println!("{:24} {:>18} {:>18}", "", "fio libaio", "pool");
+    for load in [
+        Load { sequential: true, ..load("128K sequential write, q16", 32, 16, true) },
+        Load { flush: true, ..load("4K write + flush, q1", 1, 1, true) },
+    ] {
+        if load.name.contains(only) {
+            bench.compare_with_fio(&load, path)?;
+        }
+    }
+    let times = bench.pool.submit_times();
+    for (lane, times) in [("writes", &times.writes), ("reads", &times.reads)] {
+        let found = times.snapshot();
+        let micros = |quantile| found.histogram.value_at_quantile(quantile) / 1_000;
+        println!(
+            "submitting {lane}: {} calls, p50 {} µs, p99 {} µs, p99.9 {} µs, longest {:?}; {} slept; at most {} in flight",
+            found.histogram.len(),
+            micros(0.5),
+            micros(0.99),
+            micros(0.999),
+            found.longest.map_or(Duration::ZERO, |longest| longest.took),
+            found.slept,
+            found.limit,
+        );
     }
     bench.pool.stop();
     Ok(())
 }
 
 impl Bench {
-    /// No blocks means: one, each behind the last.
-    fn compare(&mut self, name: &str, blocks: u32, depth: u32, write: bool) -> anyhow::Result<()> {
-        let bytes = blocks.max(1) as usize * BLOCK_BYTES;
+    fn compare(&mut self, load: &Load) -> anyhow::Result<()> {
+        let Load { name, depth, write, .. } = *load;
+        let bytes = load.blocks as usize * BLOCK_BYTES;
         let (mut bare, mut pool) = (Figures::default(), Figures::default());
         let mut threads: BTreeMap<String, u64> = BTreeMap::new();
         let region = Arc::clone(&self.region);
@@ -99,11 +137,11 @@ impl Bench {
         for _ in 0..ROUNDS {
             let (cpu, start) = (cpu_time()?, Instant::now());
             let count =
-                yardstick::bare_loop(&region, bytes, depth, write, self.time / ROUNDS, || self.next(blocks))?;
+                yardstick::bare_loop(&region, bytes, depth, write, self.time / ROUNDS, || self.next(load))?;
             bare.add(count, start, cpu)?;
             let (cpu, start) = (cpu_time()?, Instant::now());
             let before = thread_times()?;
-            let count = self.through_pool(blocks, depth, write)?;
+            let count = self.through_pool(load)?;
             for (name, time) in thread_times()? {
                 *threads.entry(name.clone()).or_default() += time - before.get(&name).unwrap_or(&0);
             }
@@ -126,6 +164,57 @@ impl Bench {
         Ok(())
     }
 
+    /// fio writes to the region's data, where the contexts will not fit it any more.
+    fn compare_with_fio(&mut self, load: &Load, path: &Path) -> anyhow::Result<()> {
+        let (mut fio, mut pool) = (0.0, Figures::default());
+        for _ in 0..ROUNDS {
+            match self.fio(load, path) {
+                Ok(iops) => fio += iops / f64::from(ROUNDS),
+                Err(error) => {
+                    println!("{:24} skipped: {error}", load.name);
+                    return Ok(());
+                }
+            }
+            let (cpu, start) = (cpu_time()?, Instant::now());
+            let count = self.through_pool(load)?;
+            pool.add(count, start, cpu)?;
+        }
+        let (each, _) = pool.each();
+        println!("{:24} {fio:>16.0}/s {each:>16.0}/s {:>6.2}x", load.name, each / fio);
+        Ok(())
+    }
+
+    fn fio(&self, load: &Load, path: &Path) -> anyhow::Result<f64> {
+        /// Where the IOPS of writes are in its terse output of version 3.
+        const WRITE_IOPS: usize = 48;
+        let way = if load.sequential { "write" } else { "randwrite" };
+        let output = std::process::Command::new("fio")
+            .args([
+                "--name=bench",
+                "--ioengine=libaio",
+                "--direct=1",
+                "--time_based",
+                "--output-format=terse",
+            ])
+            .args([
+                "--terse-version=3".to_owned(),
+                format!("--rw={way}"),
+                format!("--iodepth={}", load.depth),
+            ])
+            .args([format!("--bs={}k", load.blocks * 4), format!("--fdatasync={}", u8::from(load.flush))])
+            .args([
+                format!("--offset={}", self.region.layout().data_offset),
+                format!("--size={REGION_BYTES}"),
+            ])
+            .arg(format!("--runtime={}ms", (self.time / ROUNDS).as_millis()))
+            .arg(format!("--filename={}", path.display()))
+            .output()
+            .context("no fio")?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        let iops = text.split(';').nth(WRITE_IOPS).and_then(|iops| iops.parse().ok());
+        iops.with_context(|| format!("fio said {text:?} {:?}", String::from_utf8_lossy(&output.stderr)))
+    }
+
     /// A block that was never written is read without a disk.
     fn fill(&mut self) -> anyhow::Result<()> {
         self.region.apply(&HeaderChange::Promise { generation: Generation(1), upstairs: Uuid::nil() })?;
@@ -138,19 +227,19 @@ impl Bench {
         Ok(self.region.flush(None)?)
     }
 
-    fn next(&mut self, blocks: u32) -> u64 {
+    fn next(&mut self, load: &Load) -> u64 {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
         self.sequence += 1;
-        match blocks {
-            0 => self.sequence % REGION_BLOCKS,
-            blocks => (self.random >> 16) % (REGION_BLOCKS / u64::from(blocks)) * u64::from(blocks),
-        }
+        let places = REGION_BLOCKS / u64::from(load.blocks);
+        let place = if load.sequential { self.sequence } else { self.random >> 16 };
+        place % places * u64::from(load.blocks)
     }
 
-    fn through_pool(&mut self, blocks: u32, depth: u32, write: bool) -> anyhow::Result<u64> {
-        let data = Bytes::from_owner(AlignedBuf::zeroed(blocks.max(1) as usize * BLOCK_BYTES));
+    fn through_pool(&mut self, load: &Load) -> anyhow::Result<u64> {
+        let Load { blocks, depth, write, flush, .. } = *load;
+        let data = Bytes::from_owner(AlignedBuf::zeroed(blocks as usize * BLOCK_BYTES));
         let crcs = block_crcs(&data);
         let end = Instant::now() + self.time / ROUNDS;
         let (mut in_flight, mut count, mut running) = (0, 0, true);
@@ -158,7 +247,7 @@ impl Bench {
         let mut done: Vec<DiskDone> = Vec::new();
         loop {
             while running && in_flight < depth {
-                let range = BlockRange::new(self.next(blocks), blocks.max(1));
+                let range = BlockRange::new(self.next(load), blocks);
                 let kind = if write {
                     let version = Version::new(Generation(1), self.sequence);
                     DiskOp::Write { range, version, crcs: crcs.clone(), data: data.clone() }
@@ -181,6 +270,11 @@ impl Bench {
             self.pool.completed(&mut done);
             for done in done.drain(..) {
                 done.result?;
+                if flush && done.op != FLUSH {
+                    let mark = Some(Version::new(Generation(1), self.sequence));
+                    commands.push(DiskCommand { op: FLUSH, kind: DiskOp::Flush { mark } });
+                    continue;
+                }
                 in_flight -= 1;
                 count += 1;
             }

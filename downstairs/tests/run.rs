@@ -206,12 +206,8 @@ fn a_terminal_sees_how_far_creation_is() {
     let plain = newel().args(args).arg(&region).output().unwrap();
     assert!(plain.status.success() && plain.stderr.is_empty(), "{plain:?}");
     assert!(String::from_utf8_lossy(&plain.stdout).contains("of 67108864 bytes"));
-    let command = format!(
-        "{} {} {} --force",
-        env!("CARGO_BIN_EXE_newel-downstairs"),
-        args.join(" "),
-        region.display()
-    );
+    let command =
+        format!("{} {} {} --force", env!("CARGO_BIN_EXE_newel-downstairs"), args.join(" "), region.display());
     // `script` gives it a terminal of a width.
     let on_terminal = Command::new("script")
         .args(["-qec", &format!("stty cols 100; {command}"), "/dev/null"])
