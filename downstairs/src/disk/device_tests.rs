@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use newel_protocol::crc::block_crcs;
 use newel_protocol::wire::ReadMode;
-use newel_protocol::{BLOCK_BYTES, BlockRange, Generation, Version};
+use newel_protocol::{BLOCK_BYTES, BlockKind, BlockRange, Generation, Version};
 use rustix::fs::OFlags;
 use uuid::Uuid;
 
@@ -17,7 +17,7 @@ use super::engine::EngineKind;
 use super::file_tests::{exercise, make, open};
 use super::layout::HEADER_B_OFFSET;
 use super::pool::{Pool, PoolOptions, engine_for};
-use crate::core::api::{DiskCommand, DiskOp, DiskOutcome, HeaderChange, OpId};
+use crate::core::api::{DiskCommand, DiskError, DiskOp, DiskOutcome, HeaderChange, OpId};
 
 /// A loop device over a file beside the build, which goes away with it.
 struct Loop {
@@ -167,21 +167,33 @@ fn a_sparse_region_of_20_tib() {
     assert!(taken < 4 << 20, "{taken} bytes are taken");
 }
 
-#[test]
-fn a_file_system_without_direct_io_gets_threads() {
-    struct Mounted(tempfile::TempDir);
-    impl Drop for Mounted {
-        fn drop(&mut self) {
-            Command::new("umount").arg(self.0.path()).status().ok();
+/// A file system of its own in memory.
+struct Mounted(tempfile::TempDir);
+
+impl Mounted {
+    fn new(kind: &str, options: &str) -> Option<Self> {
+        let directory = tempfile::tempdir().unwrap();
+        let mut mount = Command::new("mount");
+        mount.args(["-t", kind, "-o", options, "none"]).arg(directory.path());
+        match mount.output() {
+            Ok(output) if output.status.success() => Some(Self(directory)),
+            other => {
+                println!("SKIPPED: no {kind} can be mounted: {other:?}");
+                None
+            }
         }
     }
-    let directory = tempfile::tempdir().unwrap();
-    let mount = Command::new("mount").args(["-t", "ramfs", "none"]).arg(directory.path()).output();
-    if !mount.as_ref().is_ok_and(|output| output.status.success()) {
-        println!("SKIPPED: no ramfs can be mounted: {mount:?}");
-        return;
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        Command::new("umount").arg(self.0.path()).status().ok();
     }
-    let mounted = Mounted(directory);
+}
+
+#[test]
+fn a_file_system_without_direct_io_gets_threads() {
+    let Some(mounted) = Mounted::new("ramfs", "defaults") else { return };
     let path = mounted.0.path().join("region");
     make(&path, Some(8 << 20), Prealloc::Sparse, false).unwrap();
     let region = open(&path).unwrap();
@@ -190,5 +202,55 @@ fn a_file_system_without_direct_io_gets_threads() {
     drop(region);
     for engine in [None, Some(EngineKind::Aio)] {
         through_the_pool(&path, PoolOptions { engine, ..PoolOptions::default() }, &[0, 100]);
+    }
+}
+
+/// Merged writes come short or fail; each operation is judged by itself, and the region lives on.
+#[test]
+fn a_disk_that_runs_full_fails_only_what_did_not_fit() {
+    let block_of = |number: u64| vec![u8::try_from(number % 251).unwrap() + 1; BLOCK_BYTES];
+    for &engine in <EngineKind as clap::ValueEnum>::value_variants() {
+        let Some(mounted) = Mounted::new("tmpfs", "size=6m") else { return };
+        let path = mounted.0.path().join("region");
+        make(&path, Some(8 << 20), Prealloc::Sparse, false).unwrap();
+        let region = open(&path).unwrap();
+        region.apply(&HeaderChange::Promise { generation: Generation(1), upstairs: Uuid::nil() }).unwrap();
+        let options = PoolOptions { engine: Some(engine), ..PoolOptions::default() };
+        let pool = Pool::start(Arc::clone(&region), options, Arc::new(|| {})).unwrap();
+        let mut done = Vec::new();
+        let mut commands: Vec<_> = (0..2048)
+            .map(|number| {
+                let (range, data) = (BlockRange::single(number), block_of(number));
+                let version = Version::new(Generation(1), 1);
+                let crcs = block_crcs(&data);
+                let kind = DiskOp::Write { range, version, crcs, data: data.into() };
+                DiskCommand { op: OpId(number), kind }
+            })
+            .collect();
+        pool.submit(&mut commands);
+        while done.len() < 2048 {
+            pool.completed(&mut done);
+            std::thread::yield_now();
+        }
+        assert_eq!(region.failure(), None, "{engine:?}");
+        let failed = done.iter().filter(|done| done.result.is_err()).count();
+        assert!((500..1500).contains(&failed), "{engine:?}: {failed} of 2048 failed");
+        let no_space = DiskError::NoSpace { operation: "a write" };
+        for done in done {
+            let range = BlockRange::single(done.op.0);
+            let read = region.execute(&DiskOp::Read { range, mode: ReadMode::Data });
+            let Ok(DiskOutcome::Read { states, data }) = read else { panic!("{read:?}") };
+            match done.result {
+                Ok(_) => assert_eq!(data, block_of(done.op.0), "{engine:?}, {range}"),
+                Err(error) => {
+                    assert_eq!(error, no_space);
+                    assert_eq!(
+                        states.first().map(|state| state.kind),
+                        Some(BlockKind::Zero),
+                        "{engine:?}, {range}"
+                    );
+                }
+            }
+        }
     }
 }
