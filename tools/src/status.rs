@@ -1,10 +1,13 @@
 //! `newel status`: a volume's state as a table, or as the JSON that the daemon gives.
 
 use std::path::PathBuf;
+use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use newel_upstairs::core::status::{CatchUpStatus, ReplicaStatus, ScrubStatus, Status};
+use newel_upstairs::core::status::{
+    CatchUpStatus, DelayStatus, HealthStatus, ReplicaStatus, ScrubStatus, Status,
+};
 
 use crate::address::Address;
 use crate::size::human;
@@ -109,6 +112,7 @@ fn table(status: &Status) -> String {
         human(status.bytes_in_flight as u64),
         status.guest_requests
     ));
+    line(format!("reactor    {}", delays(&status.reactor, "late")));
     if status.scrub.pass > 0 {
         line(format!("scrub      {}", scrub(&status.scrub)));
     }
@@ -123,6 +127,9 @@ fn table(status: &Status) -> String {
         }
         if let Some(reason) = &replica.reason {
             line(format!("         {reason}"));
+        }
+        if let Some(health) = &replica.health {
+            line(format!("         {}", health_of(health, replica.ping_us)));
         }
         if let Some(progress) = &replica.catch_up {
             line(format!("         {}", catch_up(progress)));
@@ -145,6 +152,22 @@ fn row(replica: &ReplicaStatus) -> [String; 10] {
         micros(replica.read_delay_us),
         replica.healed_blocks.to_string(),
     ]
+}
+
+/// What a replica measured of itself.
+fn health_of(health: &HealthStatus, ping_us: Option<u64>) -> String {
+    let ping = ping_us.map_or_else(String::new, |took| format!("; ping {}", micros(took)));
+    let submits = delays(&health.submits, "held");
+    format!("reactor {}; submissions {submits}{ping}", delays(&health.reactor, "late"))
+}
+
+/// Such as `late 300 µs (p99.9), at most 99 ms (disk, 2026-11-30 12:00:00 UTC)`.
+fn delays(status: &DelayStatus, word: &str) -> String {
+    let Some(longest) = &status.longest else { return format!("{word}: nothing yet") };
+    let when = UNIX_EPOCH.checked_add(Duration::from_millis(longest.at_unix_ms)).unwrap_or(UNIX_EPOCH);
+    let when = humantime::format_rfc3339_seconds(when).to_string().replace('T', " ").replace('Z', " UTC");
+    let (p999, most) = (micros(status.delays.p999_us.into()), micros(longest.took_us.into()));
+    format!("{word} {p999} (p99.9), at most {most} ({}, {when})", longest.during)
 }
 
 fn scrub(scrub: &ScrubStatus) -> String {
@@ -170,6 +193,9 @@ fn catch_up(progress: &CatchUpStatus) -> String {
 
 #[cfg(test)]
 mod tests {
+    use newel_protocol::lag::Delays;
+    use newel_upstairs::core::status::StallStatus;
+
     use super::*;
 
     #[test]
@@ -184,6 +210,13 @@ mod tests {
             read_delay_us: 12_500,
             ..ReplicaStatus::default()
         };
+        let longest =
+            StallStatus { took_us: 99_000, ago_ms: 5, at_unix_ms: 1_790_000_000_000, during: "disk".into() };
+        let delays = Delays { count: 9, p999_us: 1_200, ..Delays::default() };
+        let late = DelayStatus { delays, longest: Some(longest) };
+        let mut active = replica(0, "active");
+        active.health = Some(HealthStatus { reactor: late.clone(), submits: late.clone() });
+        active.ping_us = Some(250);
         let mut lagging = replica(1, "catching_up");
         lagging.reason = Some("its connection broke".into());
         lagging.catch_up =
@@ -194,7 +227,8 @@ mod tests {
             size_bytes: 4 << 30,
             generation: 9,
             state: "serving".into(),
-            replicas: vec![replica(0, "active"), lagging],
+            replicas: vec![active, lagging],
+            reactor: DelayStatus::default(),
             scrub: ScrubStatus {
                 running: true,
                 pass: 1,
@@ -215,6 +249,9 @@ mod tests {
             "12.0 KiB",
             "7 of 1024 extents; 0 bad copies",
             "its connection broke",
+            "reactor    late: nothing yet",
+            "reactor late 1200 µs (p99.9), at most 99 ms (disk, 2026-09-21 14:13:20 UTC); submissions held 1200 µs",
+            "; ping 250 µs",
             "50 of 200 extents (25%), 7 blocks copied, about 3 s left",
         ] {
             assert!(table.contains(part), "{part:?} is missing in\n{table}");

@@ -57,6 +57,11 @@ pub enum Action {
         reply: Reply,
         payload: Bytes,
     },
+    /// Send a `Pong` with what the shell has measured of this process.
+    Pong {
+        conn: ConnId,
+        nonce: u64,
+    },
     /// Close once everything sent so far is written.
     Close {
         conn: ConnId,

@@ -6,6 +6,7 @@ mod runs;
 use std::time::Duration;
 
 use bytes::Bytes;
+use newel_protocol::lag::Health;
 use newel_protocol::wire::Hello;
 use newel_protocol::wire::{JobError, Membership, Op, Refusal, Reply, Request, StageTimes, ZeroMode};
 use newel_protocol::{BLOCK_BYTES, BlockKind, BlockRange, ExtentId, Generation, JobId, Version};
@@ -384,7 +385,7 @@ fn activated_is_answered_once_stored() {
     h.ask(1, Request::Activated { generation: Generation(4), membership }, Bytes::new());
     assert_eq!(h.kinds(), "header");
     h.ask(1, Request::Ping { nonce: 5 }, Bytes::new());
-    assert_eq!(h.last(1), Some(&Reply::Pong { nonce: 5 }));
+    assert_eq!(h.last(1), Some(&Reply::Pong { nonce: 5, health: Health::default() }));
     h.finish(0, None);
     assert_eq!(h.last(1), Some(&Reply::ActivatedStored { generation: Generation(4) }));
     assert_eq!(h.core.status().last_active, Generation(4));

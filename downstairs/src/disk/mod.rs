@@ -41,6 +41,8 @@ mod device;
 mod engine;
 #[cfg(feature = "daemon")]
 mod file;
+#[cfg(feature = "test-faults")]
+mod inline;
 #[cfg(feature = "daemon")]
 mod owner;
 #[cfg(feature = "daemon")]
@@ -86,6 +88,8 @@ pub use create::{CreateOptions, Prealloc, create_region};
 pub use engine::EngineKind;
 #[cfg(feature = "daemon")]
 pub use file::{FileStorage, OpenOptions, Region};
+#[cfg(feature = "test-faults")]
+pub use inline::InlinePool;
 #[cfg(feature = "daemon")]
 pub use pool::{
     CacheMode, LongestSubmit, Pool, PoolOptions, SubmitSnapshot, SubmitTimes, SubmitTimesByLane, Wake,

@@ -8,6 +8,7 @@
 use std::rc::Rc;
 use std::time::Duration;
 
+use newel_protocol::lag::Activity;
 use tokio::io::AsyncReadExt;
 use tokio::net::tcp::OwnedReadHalf;
 use tracing::{debug, warn};
@@ -88,7 +89,7 @@ fn deliver(reactor: &Reactor, conn: ConnId, outbox: &Outbox, receiver: &mut Rece
     let sound = loop {
         match receiver.next() {
             Ok(Some((request, payload))) => {
-                let batch = batch.get_or_insert_with(|| reactor.batch());
+                let batch = batch.get_or_insert_with(|| reactor.batch(Activity::Messages));
                 batch.event(Event::Message { conn, request, payload });
             }
             Ok(None) => break true,

@@ -8,11 +8,12 @@
 //! - Every queue has a bound: reading from a connection stops while its answers are not taken (`outbox.rs`).
 //!
 //! `listener.rs` accepts, `connection.rs` runs one connection, `receiver.rs` cuts its bytes into frames, `outbox.rs` holds
-//! its answers, `reactor.rs` drives the core.
+//! its answers, `reactor.rs` drives the core, `lag.rs` measures how late the reactor is.
 #![expect(clippy::disallowed_methods, reason = "the shell reads the clock")]
 
 mod config;
 mod connection;
+mod lag;
 mod listener;
 mod outbox;
 mod reactor;
@@ -33,10 +34,10 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::LocalSet;
 use tracing::{info, warn};
 
-use self::reactor::{DiskSignal, Reactor};
+use self::reactor::{Disk, DiskSignal, Reactor};
 use crate::core::api::{Event, Time};
 use crate::core::{Core, CoreConfig, State};
-use crate::disk::{OpenOptions, Pool, Region, RegionError};
+use crate::disk::{OpenOptions, Pool, PoolOptions, Region, RegionError, Wake};
 
 #[derive(Debug, Error)]
 pub enum RunError {
@@ -53,8 +54,22 @@ pub enum RunError {
     Failed { reason: String },
 }
 
+/// Makes what carries out disk operations on a region.
+type StartDisk = fn(Arc<Region>, PoolOptions, Wake) -> Result<Box<dyn Disk>, RegionError>;
+
 /// Serves the region until a signal ends it.
 pub fn run(config: &Config) -> Result<(), RunError> {
+    run_on(config, |region, options, wake| Ok(Box::new(Pool::start(region, options, wake)?)))
+}
+
+/// As [`run`], but writes are submitted on the reactor.
+#[cfg(feature = "test-faults")]
+pub fn run_inline(config: &Config) -> Result<(), RunError> {
+    use crate::disk::InlinePool;
+    run_on(config, |region, _, wake| Ok(Box::new(std::cell::RefCell::new(InlinePool::start(region, wake)?))))
+}
+
+fn run_on(config: &Config, start_disk: StartDisk) -> Result<(), RunError> {
     if let Some(cpu) = config.cpu {
         // Before there is any other thread: they all inherit it.
         let mut only = CpuSet::new();
@@ -66,19 +81,19 @@ pub fn run(config: &Config) -> Result<(), RunError> {
         .enable_all()
         .build()
         .map_err(|source| RunError::Reactor { source })?;
-    LocalSet::new().block_on(&runtime, serve(config))
+    LocalSet::new().block_on(&runtime, serve(config, start_disk))
 }
 
-async fn serve(config: &Config) -> Result<(), RunError> {
+async fn serve(config: &Config, start_disk: StartDisk) -> Result<(), RunError> {
     let bind_error = |source| RunError::Bind { address: config.listen, source };
     // A taken port is found out before the region is touched, but nobody is let in before it is open.
     let socket = listener::bind(config.listen).map_err(bind_error)?;
     let (region, facts) = Region::open(&config.region, &OpenOptions::default())?;
     let signal = Arc::new(DiskSignal::default());
     let wake = Arc::clone(&signal);
-    let pool = Pool::start(region, config.pool.clone(), Arc::new(move || wake.raise()))?;
+    let disk = start_disk(region, config.pool.clone(), Arc::new(move || wake.raise()))?;
     let core = Core::new(CoreConfig::default(), facts);
-    let reactor = Reactor::new(core, Box::new(pool), signal);
+    let reactor = Reactor::new(core, disk, signal);
     let listener = socket.listen(listener::BACKLOG).map_err(bind_error)?;
     let address = listener.local_addr().map_err(bind_error)?;
     let terminate = signal_stream(SignalKind::terminate())?;
@@ -87,10 +102,11 @@ async fn serve(config: &Config) -> Result<(), RunError> {
     tell_systemd(sd_notify::NotifyState::Ready);
 
     let accept = tokio::task::spawn_local(listener::accept(Rc::clone(&reactor), listener));
-    let disk = tokio::task::spawn_local(Rc::clone(&reactor).run_disk());
+    let completions = tokio::task::spawn_local(Rc::clone(&reactor).run_disk());
     let timer = tokio::task::spawn_local(Rc::clone(&reactor).run_timer());
+    let meter = tokio::task::spawn_local(Rc::clone(&reactor).run_meter());
     until_stopped(&reactor, terminate, interrupt).await;
-    for task in [accept, disk, timer] {
+    for task in [accept, completions, timer, meter] {
         task.abort();
     }
     let state = reactor.finish();

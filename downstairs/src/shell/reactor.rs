@@ -4,7 +4,7 @@
 //! - A batch reads the clock once at its start and carries out every action before it ends: the disk first, then the
 //!   sockets.
 //! - The disk pool wakes the reactor at most once between two rounds of fetching what it completed.
-//! - How long batches take is measured, always: a reactor that stalls says so.
+//! - How long batches take is measured, always, and told to the stall meter (`lag.rs`).
 
 use std::cell::{Cell, RefCell, RefMut};
 use std::collections::BTreeMap;
@@ -12,22 +12,23 @@ use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use newel_protocol::wire;
+use bytes::Bytes;
+use newel_protocol::lag::{Activity, Delays, Health, Stall};
+use newel_protocol::wire::{self, Reply};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::Notify;
 use tracing::{error, info, warn};
 
 use super::Clock;
+use super::lag::{self, Lag};
 use super::outbox::Outbox;
 use crate::core::api::{Action, ConnId, DiskCommand, DiskDone, Event, LogEvent, Time};
 use crate::core::{Core, State};
 use crate::disk::Pool;
 
-/// A batch this long is a stall: answers to pings and the pace of all sessions hang on it.
-const STALL_NS: u64 = 50_000_000;
-/// At most one line about stalls in this time.
-const STALL_QUIET_NS: u64 = 10_000_000_000;
+/// So long what is told of this process is not gathered anew: whoever pings without a pause costs little.
+const HEALTH_FRESH_NS: u64 = 100_000_000;
 
 /// What the reactor needs of the disk; in tests it is memory.
 pub(super) trait Disk {
@@ -36,6 +37,8 @@ pub(super) trait Disk {
     fn completed(&self, into: &mut Vec<DiskDone>);
     /// Readable when something is completed, beside the signal; `None` if the signal tells all.
     fn completion_fd(&self) -> Option<OwnedFd>;
+    /// How long the kernel kept the threads that submit, since the start, and the longest such time.
+    fn submits(&self) -> (Delays, Stall);
     fn stop(self: Box<Self>);
 }
 
@@ -52,9 +55,34 @@ impl Disk for Pool {
         Self::completion_fd(self).try_clone_to_owned().ok()
     }
 
+    fn submits(&self) -> (Delays, Stall) {
+        lag::submits_of(&self.submit_times())
+    }
+
     fn stop(self: Box<Self>) {
         Self::stop(*self);
     }
+}
+
+#[cfg(feature = "test-faults")]
+impl Disk for RefCell<crate::disk::InlinePool> {
+    fn submit(&self, commands: &mut Vec<DiskCommand>) {
+        self.borrow_mut().submit(commands);
+    }
+
+    fn completed(&self, into: &mut Vec<DiskDone>) {
+        self.borrow_mut().completed(into);
+    }
+
+    fn completion_fd(&self) -> Option<OwnedFd> {
+        self.borrow().completion_fd().try_clone_to_owned().ok()
+    }
+
+    fn submits(&self) -> (Delays, Stall) {
+        lag::submits_of(&self.borrow().submit_times())
+    }
+
+    fn stop(self: Box<Self>) {}
 }
 
 /// Through this the pool's threads tell the reactor that something is completed.
@@ -103,6 +131,9 @@ async fn next_edge(raised: Option<&AsyncFd<OwnedFd>>) {
 pub(super) struct Reactor {
     inner: RefCell<Inner>,
     clock: Clock,
+    lag: Lag,
+    /// What was told last, and when.
+    health: Cell<Option<(Time, Health)>>,
     signal: std::sync::Arc<DiskSignal>,
     /// The core's deadline moved forward.
     deadline_moved: Notify,
@@ -120,8 +151,6 @@ struct Inner {
     completed: Vec<DiskDone>,
     touched: Vec<Rc<Outbox>>,
     deadline: Option<Time>,
-    longest_ns: u64,
-    stall_told: Option<Time>,
 }
 
 /// Events of one instant. Ends with [`Batch::finish`].
@@ -129,6 +158,7 @@ pub(super) struct Batch<'a> {
     reactor: &'a Reactor,
     inner: RefMut<'a, Inner>,
     now: Time,
+    activity: Activity,
 }
 
 impl Reactor {
@@ -141,12 +171,12 @@ impl Reactor {
             completed: Vec::new(),
             touched: Vec::new(),
             deadline: None,
-            longest_ns: 0,
-            stall_told: None,
         };
         Rc::new(Self {
             inner: RefCell::new(inner),
             clock: Clock::start(),
+            lag: Lag::default(),
+            health: Cell::new(None),
             signal,
             deadline_moved: Notify::new(),
             stopped: Notify::new(),
@@ -154,13 +184,22 @@ impl Reactor {
         })
     }
 
-    pub(super) fn batch(&self) -> Batch<'_> {
-        Batch { now: self.clock.now(), inner: self.inner.borrow_mut(), reactor: self }
+    /// `activity` says what the events come from.
+    pub(super) fn batch(&self, activity: Activity) -> Batch<'_> {
+        let now = self.clock.now();
+        self.lag.begins(now);
+        Batch { now, inner: self.inner.borrow_mut(), reactor: self, activity }
     }
 
     /// A batch of one.
     pub(super) fn event(&self, event: Event) {
-        let mut batch = self.batch();
+        let mut batch = self.batch(match event {
+            Event::Connected { .. } | Event::Closed { .. } => Activity::Connections,
+            Event::Message { .. } => Activity::Messages,
+            Event::DiskDone(_) => Activity::Disk,
+            Event::Shutdown => Activity::Operator,
+            Event::Tick => Activity::Timer,
+        });
         batch.event(event);
         batch.finish();
     }
@@ -188,7 +227,7 @@ impl Reactor {
                 () = self.signal.wait() => {}
                 () = next_edge(raised.as_ref()) => {}
             }
-            let mut batch = self.batch();
+            let mut batch = self.batch(Activity::Disk);
             let mut completed = std::mem::take(&mut batch.inner.completed);
             if let Some(disk) = &batch.inner.disk {
                 disk.completed(&mut completed);
@@ -216,6 +255,25 @@ impl Reactor {
         }
     }
 
+    /// Measures how late the reactor is, for ever.
+    pub(super) async fn run_meter(self: Rc<Self>) {
+        self.lag.run(self.clock).await;
+    }
+
+    /// What a peer is told of this process.
+    fn health(&self, now: Time, disk: Option<&dyn Disk>) -> Health {
+        if let Some((at, health)) = self.health.get()
+            && now.0.saturating_sub(at.0) < HEALTH_FRESH_NS
+        {
+            return health;
+        }
+        let (lag, longest_stall) = self.lag.figures(now);
+        let (submits, longest_submit) = disk.map(Disk::submits).unwrap_or_default();
+        let health = Health { lag, longest_stall, submits, longest_submit };
+        self.health.set(Some((now, health)));
+        health
+    }
+
     pub(super) async fn stopped(&self) {
         self.stopped.notified().await;
     }
@@ -226,7 +284,11 @@ impl Reactor {
         if let Some(disk) = inner.disk.take() {
             disk.stop();
         }
-        info!("longest time that the reactor was busy at a stretch: {} µs", inner.longest_ns / 1_000);
+        let (lag, longest) = self.lag.figures(self.clock.now());
+        info!(
+            "the reactor was late by {} µs at the 99.9th percentile, at most by {} µs ({})",
+            lag.p999_us, longest.took_us, longest.during
+        );
         inner.core.status().state
     }
 }
@@ -241,13 +303,11 @@ impl Batch<'_> {
         let inner = &mut *self.inner;
         while let Some(action) = inner.core.poll_action() {
             match action {
-                Action::Send { conn, reply, payload } => match wire::encode(&reply, payload) {
-                    Ok(frame) => inner.with_outbox(conn, |outbox| outbox.push(frame)),
-                    Err(error) => {
-                        error!("a reply could not be encoded: {error}");
-                        inner.with_outbox(conn, Outbox::give_up);
-                    }
-                },
+                Action::Send { conn, reply, payload } => inner.send(conn, &reply, payload),
+                Action::Pong { conn, nonce } => {
+                    let health = self.reactor.health(self.now, inner.disk.as_deref());
+                    inner.send(conn, &Reply::Pong { nonce, health }, Bytes::new());
+                }
                 Action::Close { conn, .. } => {
                     inner.with_outbox(conn, Outbox::close);
                     inner.outboxes.remove(&conn);
@@ -273,11 +333,21 @@ impl Batch<'_> {
             }
             inner.deadline = deadline;
         }
-        inner.measure(self.now, self.reactor.clock.now());
+        self.reactor.lag.ran(self.activity, self.now, self.reactor.clock.now());
     }
 }
 
 impl Inner {
+    fn send(&mut self, conn: ConnId, reply: &Reply, payload: Bytes) {
+        match wire::encode(reply, payload) {
+            Ok(frame) => self.with_outbox(conn, |outbox| outbox.push(frame)),
+            Err(error) => {
+                error!("a reply could not be encoded: {error}");
+                self.with_outbox(conn, Outbox::give_up);
+            }
+        }
+    }
+
     fn with_outbox(&mut self, conn: ConnId, act: impl FnOnce(&Outbox)) {
         let Some(outbox) = self.outboxes.get(&conn) else { return };
         act(outbox);
@@ -296,16 +366,6 @@ impl Inner {
             LogEvent::SessionEnded { conn, reason } => info!("{}: session ended: {reason}", peer(conn)),
             LogEvent::Refused { conn, reason } => warn!("{}: refused: {reason}", peer(conn)),
             LogEvent::Failed { reason } => error!("out of service until restarted: {reason}"),
-        }
-    }
-
-    fn measure(&mut self, begun: Time, ended: Time) {
-        let took_ns = ended.0.saturating_sub(begun.0);
-        self.longest_ns = self.longest_ns.max(took_ns);
-        let told_lately = self.stall_told.is_some_and(|told| ended.0 < told.0 + STALL_QUIET_NS);
-        if took_ns >= STALL_NS && !told_lately {
-            self.stall_told = Some(ended);
-            warn!("the reactor was busy for {} ms at a stretch", took_ns / 1_000_000);
         }
     }
 }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use newel_protocol::crc::block_crcs;
+use newel_protocol::lag::{Activity, Delays, Stall};
 use newel_protocol::wire::{
     Decoder, Hello, Membership, Op, ReadMode, Refusal, Reply, Request, VERSION, encode,
 };
@@ -78,6 +79,10 @@ impl Disk for Memory {
 
     fn completion_fd(&self) -> Option<std::os::fd::OwnedFd> {
         None
+    }
+
+    fn submits(&self) -> (Delays, Stall) {
+        Default::default()
     }
 
     fn stop(self: Box<Self>) {}
@@ -162,6 +167,7 @@ fn check<F: Future<Output = ()>>(test: impl FnOnce(SocketAddr, Rc<Reactor>) -> F
             tokio::task::spawn_local(listener::accept(Rc::clone(&reactor), listener)),
             tokio::task::spawn_local(Rc::clone(&reactor).run_disk()),
             tokio::task::spawn_local(Rc::clone(&reactor).run_timer()),
+            tokio::task::spawn_local(Rc::clone(&reactor).run_meter()),
         ];
         let test = test(address, reactor);
         tokio::time::timeout(Duration::from_secs(60), test).await.expect("the test hangs");
@@ -218,7 +224,7 @@ fn garbage_closes_only_its_own_connection() {
         bad.stream.write_all(b"GET / HTTP/1.1\r\nHost: newel\r\n\r\n").await.unwrap();
         assert!(bad.reply().await.is_none());
         good.send(Request::Ping { nonce: 3 }, Bytes::new()).await;
-        assert!(matches!(good.reply().await, Some((Reply::Pong { nonce: 3 }, _))));
+        assert!(matches!(good.reply().await, Some((Reply::Pong { nonce: 3, .. }, _))));
     });
 }
 
@@ -247,9 +253,30 @@ fn a_thousand_silent_connections_do_not_keep_an_upstairs_out() {
         drop(silent.drain(..10));
         let mut other = Client::promoted(address, 5, 2).await;
         other.send(Request::Ping { nonce: 1 }, Bytes::new()).await;
-        assert!(matches!(other.reply().await, Some((Reply::Pong { nonce: 1 }, _))));
+        assert!(matches!(other.reply().await, Some((Reply::Pong { nonce: 1, .. }, _))));
         assert!(matches!(good.reply().await, Some((Reply::Leaving { .. }, _))));
         assert!(matches!(reactor.finish(), State::Serving));
+    });
+}
+
+#[test]
+fn a_pong_tells_how_long_the_reactor_stalled_and_what_ran() {
+    check(|address, reactor| async move {
+        let mut client = Client::promoted(address, 5, 1).await;
+        let batch = reactor.batch(Activity::Disk);
+        std::thread::sleep(Duration::from_millis(120));
+        batch.finish();
+        // The tick that was held up and the first of these come at the same time.
+        let health = loop {
+            client.send(Request::Ping { nonce: 1 }, Bytes::new()).await;
+            let Some((Reply::Pong { health, .. }, _)) = client.reply().await else { panic!("no pong") };
+            if health.lag.max_us >= 110_000 {
+                break health;
+            }
+        };
+        let stall = health.longest_stall;
+        assert!(stall.took_us >= 110_000 && stall.during == Activity::Disk, "{health:?}");
+        assert!(health.lag.count >= 110, "{health:?}");
     });
 }
 

@@ -7,10 +7,11 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use uuid::Uuid;
 
+use crate::lag::Health;
 use crate::types::{BlockRange, BlockState, ExtentId, Generation, JobId, Version};
 
-/// The only version of the wire so far.
-pub const VERSION: u16 = 1;
+/// The only version of the wire that is spoken. (In version 1 a `Pong` had no `health`.)
+pub const VERSION: u16 = 2;
 
 /// From an upstairs to a replica.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -163,6 +164,8 @@ pub enum Reply {
     },
     Pong {
         nonce: u64,
+        /// What the replica measured of itself.
+        health: Health,
     },
     /// The lowest bit of a digest says that its extent holds unverified blocks.
     Digests {

@@ -6,6 +6,7 @@ use proptest::prelude::*;
 use uuid::Uuid;
 
 use super::*;
+use crate::lag::{Activity, Delays, Health, Stall};
 use crate::types::{
     BLOCK_BYTES, BlockKind, BlockRange, BlockState, EXTENT_BLOCKS, ExtentId, Generation, JobId,
     MAX_JOB_BYTES, Version,
@@ -147,7 +148,14 @@ fn golden_replies() {
     let range = BlockRange::new(0x22, 2);
     failed(JobError::OutOfRange { range, blocks: 7 }, "03000000 2200000000000000 02000000 0700000000000000");
     failed(JobError::Cancelled, "04000000");
-    check(&Reply::Pong { nonce: 0x33 }, "05000000 3300000000000000");
+    let lag = Delays { count: 5, p50_us: 1, p99_us: 2, p999_us: 3, max_us: 4 };
+    let longest_stall = Stall { took_us: 4, ago_ms: 6, during: Activity::Disk };
+    let health = Health { lag, longest_stall, submits: Delays::default(), longest_submit: Stall::default() };
+    let (delays, none) = ("0500000000000000 01000000 02000000 03000000 04000000", "00".repeat(24 + 16));
+    check(
+        &Reply::Pong { nonce: 0x33, health },
+        &format!("05000000 3300000000000000 {delays} 04000000 0600000000000000 04000000 {none}"),
+    );
     check(
         &Reply::Digests { query: 0x44, first: ExtentId(2), digests: vec![0x77] },
         "06000000 4400000000000000 02000000 0100000000000000 7700000000000000",

@@ -6,7 +6,8 @@ use bytes::Bytes;
 use newel_downstairs::core as down;
 use newel_downstairs::core::api::{DiskDone, DiskOp, DiskOutcome, OpId};
 use newel_downstairs::disk::{RegionCore, in_turn};
-use newel_protocol::wire::{StageTimes, ZeroMode};
+use newel_protocol::lag::Health;
+use newel_protocol::wire::{Reply, StageTimes, ZeroMode};
 use rand::RngExt as _;
 use uuid::Uuid;
 
@@ -66,6 +67,11 @@ impl World {
                     let conn = usize::try_from(conn.0).unwrap_or(usize::MAX);
                     let Some(reply) = self.plant_in_reply(conn, reply) else { continue };
                     self.deliver(conn, 1, Ev::ToUp { conn, reply, payload });
+                }
+                down::api::Action::Pong { conn, nonce } => {
+                    let conn = usize::try_from(conn.0).unwrap_or(usize::MAX);
+                    let reply = Reply::Pong { nonce, health: Health::default() };
+                    self.deliver(conn, 1, Ev::ToUp { conn, reply, payload: Bytes::new() });
                 }
                 down::api::Action::Close { conn, .. } => {
                     let conn = usize::try_from(conn.0).unwrap_or(usize::MAX);

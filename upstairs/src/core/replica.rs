@@ -8,6 +8,7 @@
 
 use std::time::Duration;
 
+use newel_protocol::lag::Health;
 use newel_protocol::wire::Welcome;
 use uuid::Uuid;
 
@@ -90,6 +91,10 @@ pub(super) struct Replica {
     /// What its last way to Active took, for the status.
     pub(super) last_catch_up: Option<Progress>,
     pub(super) times: ReplyTimes,
+    /// What it said of itself last, and when.
+    pub(super) health: Option<(Time, Health)>,
+    /// How long the last ping took.
+    pub(super) ping_us: Option<u64>,
 }
 
 #[derive(Debug, Default)]
@@ -123,6 +128,8 @@ impl Replica {
             healed_blocks: 0,
             last_catch_up: None,
             times: ReplyTimes::default(),
+            health: None,
+            ping_us: None,
         }
     }
 
@@ -206,6 +213,7 @@ impl Replica {
         self.active_since = None;
         self.reason = Some(reason);
         self.times.clear();
+        (self.health, self.ping_us) = (None, None);
     }
 
     pub(super) fn become_active(&mut self, now: Time) {
@@ -225,10 +233,12 @@ impl Replica {
         Some(self.ping.nonce)
     }
 
-    pub(super) fn pong(&mut self, nonce: u64) {
-        if nonce == self.ping.nonce {
+    pub(super) fn pong(&mut self, now: Time, nonce: u64, health: Health) {
+        if nonce == self.ping.nonce && self.ping.waiting {
             self.ping.waiting = false;
+            self.ping_us = Some(u64::try_from(now.since(self.ping.sent).as_micros()).unwrap_or(u64::MAX));
         }
+        self.health = Some((now, health));
     }
 
     pub(super) fn start_pings(&mut self, now: Time) {
@@ -340,7 +350,8 @@ mod tests {
         let sent = Time(0).after(second);
         let nonce = replica.ping_due(sent, second).unwrap();
         assert_eq!(replica.silent_for(sent.after(3 * second)), 3 * second);
-        replica.pong(nonce);
+        replica.pong(sent.after(second / 2), nonce, Health::default());
+        assert_eq!(replica.ping_us, Some(500_000));
         assert_eq!(replica.silent_for(sent.after(9 * second)), Duration::ZERO);
     }
 }

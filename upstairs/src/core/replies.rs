@@ -24,7 +24,7 @@ impl Core {
         replica.last_heard = now;
         match reply {
             Reply::Done { job, result, states, .. } => self.on_done(id, job, result, states, payload),
-            Reply::Pong { nonce } => replica.pong(nonce),
+            Reply::Pong { nonce, health } => replica.pong(now, nonce, health),
             Reply::Welcome(welcome) => self.on_welcome(id, welcome),
             Reply::Refused(refusal) => self.on_refused(id, &refusal),
             Reply::Promoted { generation, last_active, .. } => self.on_promoted(id, generation, last_active),

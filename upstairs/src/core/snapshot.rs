@@ -7,11 +7,11 @@ use newel_protocol::BLOCK_BYTES;
 use super::api::ReplicaId;
 use super::replica::{CatchUpStage, Link, Replica, Role};
 use super::resync::Progress;
-use super::status::{CatchUpStatus, ReplicaStatus, Status};
+use super::status::{CatchUpStatus, DelayStatus, HealthStatus, ReplicaStatus, Status};
 use super::{Core, Phase};
 
 impl Core {
-    /// Everything but the names and addresses, which the shell knows.
+    /// Everything but names, addresses, dates and the shell's own delays, which the shell knows.
     pub fn status(&self) -> Status {
         Status {
             volume: self.config.volume.to_string(),
@@ -27,6 +27,7 @@ impl Core {
             replicas: ReplicaId::ALL.iter().map(|&id| self.replica_status(self.replica(id))).collect(),
             membership_epoch: self.membership.epoch,
             scrub: self.scrub.status(self.now),
+            reactor: DelayStatus::default(),
         }
     }
 
@@ -57,6 +58,11 @@ impl Core {
             last_catch_up: replica.last_catch_up.map(|copied| catch_up_of(copied, None)),
             reconnects: replica.reconnects,
             healed_blocks: replica.healed_blocks,
+            ping_us: replica.ping_us,
+            health: replica.health.map(|(at, health)| {
+                let age = u64::try_from(self.now.since(at).as_millis()).unwrap_or(u64::MAX);
+                HealthStatus::new(&health, age)
+            }),
         }
     }
 

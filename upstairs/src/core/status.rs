@@ -1,5 +1,6 @@
 //! The core's state as the status page, `newel status` and tests see it. Serialised as JSON, so the names are public.
 
+use newel_protocol::lag::{Delays, Health, Stall};
 use serde::{Deserialize, Serialize};
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -20,6 +21,76 @@ pub struct Status {
     /// How often the members of the volume were set: 1, and one more for each replacement.
     pub membership_epoch: u32,
     pub scrub: ScrubStatus,
+    /// How late the reactor of the upstairs itself was.
+    pub reactor: DelayStatus,
+}
+
+/// Delays since the start of a process, and the one that stood out.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct DelayStatus {
+    #[serde(flatten)]
+    pub delays: Delays,
+    /// `None` if there was nothing to measure yet.
+    pub longest: Option<StallStatus>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StallStatus {
+    pub took_us: u32,
+    /// How long ago it ended.
+    pub ago_ms: u64,
+    /// When that was by the clock of the upstairs' host.
+    pub at_unix_ms: u64,
+    /// What ran.
+    pub during: String,
+}
+
+/// What a replica measured of itself.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct HealthStatus {
+    /// How late its reactor was.
+    pub reactor: DelayStatus,
+    /// How long the kernel kept its disk threads in one submission.
+    pub submits: DelayStatus,
+}
+
+impl DelayStatus {
+    /// `age_ms`: how old the figures are.
+    pub fn new(delays: Delays, longest: Stall, age_ms: u64) -> Self {
+        let longest = (longest.took_us > 0).then(|| StallStatus {
+            took_us: longest.took_us,
+            ago_ms: longest.ago_ms.saturating_add(age_ms),
+            at_unix_ms: 0,
+            during: longest.during.to_string(),
+        });
+        Self { delays, longest }
+    }
+
+    fn date(&mut self, now_unix_ms: u64) {
+        if let Some(longest) = &mut self.longest {
+            longest.at_unix_ms = now_unix_ms.saturating_sub(longest.ago_ms);
+        }
+    }
+}
+
+impl Status {
+    /// Says when everything was that is told by its age; the core has no clock.
+    pub fn date(&mut self, now_unix_ms: u64) {
+        self.reactor.date(now_unix_ms);
+        for health in self.replicas.iter_mut().filter_map(|replica| replica.health.as_mut()) {
+            health.reactor.date(now_unix_ms);
+            health.submits.date(now_unix_ms);
+        }
+    }
+}
+
+impl HealthStatus {
+    pub fn new(health: &Health, age_ms: u64) -> Self {
+        Self {
+            reactor: DelayStatus::new(health.lag, health.longest_stall, age_ms),
+            submits: DelayStatus::new(health.submits, health.longest_submit, age_ms),
+        }
+    }
 }
 
 /// The pass under way, or the last one.
@@ -66,6 +137,10 @@ pub struct ReplicaStatus {
     pub last_catch_up: Option<CatchUpStatus>,
     pub reconnects: u64,
     pub healed_blocks: u64,
+    /// How long it took to answer the last ping.
+    pub ping_us: Option<u64>,
+    /// What it said of itself with the last ping.
+    pub health: Option<HealthStatus>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

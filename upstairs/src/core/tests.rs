@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use newel_protocol::lag::Health;
 use newel_protocol::wire::{
     JobError, Membership, Op, ReadMode, Refusal, Reply, Request, StageTimes, StoredBlock, Welcome,
 };
@@ -109,7 +110,7 @@ impl Fake {
                 self.membership = membership;
                 (Reply::ActivatedStored { generation }, none)
             }
-            Request::Ping { nonce } => (Reply::Pong { nonce }, none),
+            Request::Ping { nonce } => (Reply::Pong { nonce, health: Health::default() }, none),
             Request::Digests { query, first, count } => {
                 let digests = (first.0..first.0 + count).map(|e| self.digest(ExtentId(e))).collect();
                 (Reply::Digests { query, first, digests }, none)

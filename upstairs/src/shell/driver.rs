@@ -10,21 +10,23 @@
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::{Rc, Weak};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
+use newel_protocol::lag::Activity;
 use newel_protocol::wire::{self, Reply, Welcome};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::guest::{ConnKey, GuestSink, Volume};
+use super::lag::Lag;
 use super::link::{self, LinkSink, Outbox};
 use crate::core::Core;
 use crate::core::api::{Action, Event, GuestId, GuestOp, GuestReply, LinkId, LogEvent, LogLevel, ReplicaId};
 use crate::core::api::{StopReason, Time};
 use crate::core::config::CoreConfig;
-use crate::core::status::{ScrubStatus, Status};
+use crate::core::status::{DelayStatus, ScrubStatus, Status};
 
 #[derive(Debug)]
 pub(super) struct Driver {
@@ -41,6 +43,7 @@ pub(super) struct Driver {
     /// Set while the volume is too full to take more.
     full: Cell<bool>,
     timer: Timer,
+    lag: Lag,
     /// Something that the main task waits for has changed: served, or stopped.
     pub(super) changed: Notify,
     stopped: RefCell<Option<StopReason>>,
@@ -110,6 +113,7 @@ impl Driver {
             requests: RefCell::default(),
             full: Cell::new(false),
             timer: Timer::default(),
+            lag: Lag::default(),
             changed: Notify::new(),
             stopped: RefCell::default(),
             weak: weak.clone(),
@@ -122,14 +126,28 @@ impl Driver {
 
     /// One event by itself.
     pub(super) fn event(&self, event: Event) {
-        self.batch(|core, now| core.handle(now, event));
+        let activity = match event {
+            Event::Guest { .. } => Activity::Guests,
+            Event::LinkUp { .. } | Event::LinkDown { .. } => Activity::Connections,
+            Event::Reply { .. } => Activity::Messages,
+            Event::Replace { .. } | Event::Scrub | Event::Shutdown { .. } => Activity::Operator,
+            Event::Tick => Activity::Timer,
+        };
+        self.batch(activity, |core, now| core.handle(now, event));
     }
 
-    /// Runs `feed` on the core, then carries out all that follows.
-    fn batch(&self, feed: impl FnOnce(&mut Core, Time)) {
+    /// Runs `feed` on the core, then carries out all that follows. `activity` says what the events come from.
+    fn batch(&self, activity: Activity, feed: impl FnOnce(&mut Core, Time)) {
+        let begun = self.now();
+        self.lag.begins(begun);
+        self.run_batch(begun, feed);
+        self.lag.ran(activity, begun, self.now());
+    }
+
+    fn run_batch(&self, now: Time, feed: impl FnOnce(&mut Core, Time)) {
         let mut inner = self.inner.borrow_mut();
         let inner = &mut *inner;
-        feed(&mut inner.core, self.now());
+        feed(&mut inner.core, now);
         while let Some(action) = inner.core.poll_action() {
             self.carry_out(inner, action);
         }
@@ -241,6 +259,11 @@ impl Driver {
         }
     }
 
+    /// Measures how late the reactor is. Runs for the life of the driver.
+    pub(super) async fn measure_lag(&self) {
+        self.lag.run(self.started).await;
+    }
+
     pub(super) fn status(&self) -> Status {
         let inner = self.inner.borrow();
         let mut status = inner.core.status();
@@ -249,6 +272,10 @@ impl Driver {
         for (replica, address) in status.replicas.iter_mut().zip(&*self.addresses.borrow()) {
             replica.address.clone_from(address);
         }
+        let (lag, longest) = self.lag.figures(self.now());
+        status.reactor = DelayStatus::new(lag, longest, 0);
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        status.date(u64::try_from(now.as_millis()).unwrap_or(u64::MAX));
         status
     }
 
@@ -314,7 +341,7 @@ impl Volume for Driver {
         if requests.is_empty() {
             return;
         }
-        self.batch(|core, now| {
+        self.batch(Activity::Guests, |core, now| {
             for (guest, op) in requests.drain(..) {
                 core.handle(now, Event::Guest { guest, op });
             }
@@ -344,7 +371,7 @@ impl LinkSink for ReplicaSink {
     fn replies(&self, batch: &mut Vec<(Reply, Bytes)>) {
         let (replica, link) = (self.replica, self.link);
         if let Some(driver) = self.driver.upgrade() {
-            driver.batch(|core, now| {
+            driver.batch(Activity::Messages, |core, now| {
                 for (reply, payload) in batch.drain(..) {
                     core.handle(now, Event::Reply { replica, link, reply, payload });
                 }

@@ -7,6 +7,7 @@ pub mod cli;
 mod config;
 mod driver;
 pub mod guest;
+mod lag;
 mod link;
 pub mod nbd;
 mod run;

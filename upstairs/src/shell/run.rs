@@ -48,6 +48,8 @@ async fn serve(config: Config) -> Result<()> {
     let mut interrupt = signal(SignalKind::interrupt())?;
     let timer = driver.clone();
     tokio::task::spawn_local(async move { timer.keep_time().await });
+    let meter = driver.clone();
+    tokio::task::spawn_local(async move { meter.measure_lag().await });
     driver.event(Event::Tick);
 
     let shutdown = CancellationToken::new();

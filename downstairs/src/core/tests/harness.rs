@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 use newel_protocol::crc::block_crcs;
+use newel_protocol::lag::Health;
 use newel_protocol::wire::{
     Hello, Membership, Op, ReadMode, Reply, Request, StageTimes, StoredBlock, VERSION,
 };
@@ -86,6 +87,10 @@ impl Harness {
                         assert!(self.disk.iter().all(|c| !is_job(&c.kind)), "promoted beside older jobs");
                     }
                     self.sent.push((conn, reply, payload));
+                }
+                Action::Pong { conn, nonce } => {
+                    assert!(!self.closed.contains(&conn), "a pong after closing");
+                    self.sent.push((conn, Reply::Pong { nonce, health: Health::default() }, Bytes::new()));
                 }
                 Action::Close { conn, .. } => {
                     self.owed.remove(&conn);
