@@ -16,6 +16,9 @@ nbdcopy libnbd-bin
 qemu-img qemu-utils
 qemu-io qemu-utils
 mke2fs e2fsprogs
+mkfs.ext4 e2fsprogs
+losetup mount
+fsfreeze util-linux
 mkfs.xfs xfsprogs
 mkfs.btrfs btrfs-progs
 strace strace
@@ -42,6 +45,8 @@ fi
 # --- build and run --------------------------------------------------------------------------------
 # The tests start the daemons from target/release: `cargo test` alone doesn't build them.
 cargo build --release --workspace
+# The replica that submits on its reactor, a control of tests/starved.rs: a program of its own, so that the real one stays as it is.
+cargo build --release --workspace --features newel-downstairs/test-faults --bin newel-downstairs-inline
 target=${CARGO_TARGET_DIR:-target}
 log=$target/test.log
 status=0

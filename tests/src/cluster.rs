@@ -380,7 +380,7 @@ fn in_network(network: Option<&str>, name: &str) -> Command {
 }
 
 /// 127.x.y.z of this process and call. All of 127/8 is loopback.
-fn own_address() -> String {
+pub fn own_address() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(1);
     let [.., high, low] = std::process::id().to_be_bytes();
     // From 1 to 254: the test makes far fewer, and the last byte must be neither 0 nor 255.

@@ -22,5 +22,7 @@ pub mod seed;
 pub mod sim;
 pub mod skip;
 pub mod small_disk;
+pub mod starved_disk;
 pub mod volume;
 pub mod wait;
+pub mod wire;

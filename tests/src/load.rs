@@ -35,6 +35,8 @@ pub struct Figures {
     pub slowest: Duration,
     /// 99 of 100 answers took no longer.
     pub p99: Duration,
+    /// 999 of 1000 answers took no longer.
+    pub p999: Duration,
 }
 
 #[derive(Debug)]
@@ -107,6 +109,7 @@ impl Record {
         figures.longest_gap = figures.longest_gap.max(to - last);
         times.sort_unstable();
         figures.p99 = times.get(times.len() * 99 / 100).copied().unwrap_or_default();
+        figures.p999 = times.get(times.len() * 999 / 1000).copied().unwrap_or_default();
         figures
     }
 }
