@@ -205,6 +205,10 @@ fn a_guest_does_not_notice_one_starved_replica() {
         let healthy = guest(&cluster);
         disk.starve(cluster.pid(Role::Replica(2)));
         let starved = guest(&cluster);
+        if let Some(status) = cluster.try_status() {
+            println!("the starved replica: {:?}", status.replicas[2]);
+        }
+        println!("{}", cluster.log(Role::Upstairs));
         disk.feed();
         println!("healthy {healthy:?}, starved {starved:?}");
         ratios.push(starved.p999.as_secs_f64() / healthy.p999.as_secs_f64());

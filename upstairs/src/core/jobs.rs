@@ -6,6 +6,7 @@
 //!   reply for it. So a change that is not in the table is acknowledged, and whoever joins is sent what is in the table.
 //! - A job never crosses an extent boundary (see `BlockRange`).
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 
 use bytes::Bytes;
@@ -159,11 +160,14 @@ pub(super) struct JobTable {
     base: u64,
     ring: VecDeque<Option<Job>>,
     live: usize,
+    /// No job with a lower number is owed by this replica. It rises as [`Self::owed_by`] looks, so that a replica far behind
+    /// doesn't make looking for what the others owe slow.
+    owed_from: [Cell<u64>; ReplicaId::COUNT],
 }
 
 impl JobTable {
     pub(super) fn new() -> Self {
-        Self { base: 1, ring: VecDeque::new(), live: 0 }
+        Self { base: 1, ring: VecDeque::new(), live: 0, owed_from: Default::default() }
     }
 
     /// The number that the next job will get.
@@ -195,6 +199,26 @@ impl JobTable {
             self.base += 1;
         }
         Some(job)
+    }
+
+    /// A job that was sent to this replica, which owes a reply from now on.
+    pub(super) fn owe(&mut self, id: JobId, replica: ReplicaId) {
+        if let Some(job) = self.get_mut(id) {
+            job.owed.insert(replica);
+            let from = &self.owed_from[replica.index()];
+            from.set(from.get().min(id.0));
+        }
+    }
+
+    /// What this replica owes, the oldest first. Cheap for the first few.
+    pub(super) fn owed_by(&self, replica: ReplicaId) -> impl Iterator<Item = &Job> {
+        let from = &self.owed_from[replica.index()];
+        let start = usize::try_from(from.get().saturating_sub(self.base)).unwrap_or(usize::MAX);
+        let owed = move |job: &Option<Job>| job.as_ref().is_some_and(|job| job.owed.contains(replica));
+        let rest = || self.ring.range(start.min(self.ring.len())..);
+        let skipped = rest().position(owed).unwrap_or_else(|| rest().len());
+        from.set(self.base + (start.min(self.ring.len()) + skipped) as u64);
+        rest().skip(skipped).flatten().filter(move |job| job.owed.contains(replica))
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &Job> {
@@ -281,6 +305,31 @@ mod tests {
         assert_eq!(table.next_id(), JobId(11));
         assert!(table.is_unacknowledged(JobId(4)) && !table.is_unacknowledged(JobId(3)));
         assert!(table.get(JobId(0)).is_none() && table.get(JobId(99)).is_none());
+    }
+
+    #[test]
+    fn what_is_owed_is_found_as_by_looking_through_everything() {
+        let mut table = JobTable::new();
+        let mut random = 7_u64;
+        for round in 0..4_000 {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let replica = ReplicaId(u8::try_from((random >> 33) % 3).unwrap());
+            let id = JobId(table.next_id().0.saturating_sub((random >> 40) % 64));
+            match (random >> 60) % 5 {
+                0 => table.insert(job(table.next_id())),
+                1 | 2 => table.owe(id, replica),
+                3 => {
+                    if let Some(job) = table.get_mut(id) {
+                        job.owed.remove(replica);
+                    }
+                }
+                _ => drop(table.remove(id)),
+            }
+            for replica in ReplicaId::ALL {
+                let found: Vec<_> = table.owed_by(replica).map(|job| job.id).collect();
+                assert_eq!(found, table.ids(|job| job.owed.contains(replica)), "round {round}");
+            }
+        }
     }
 
     #[test]

@@ -281,7 +281,7 @@ impl Core {
         if self.replica(id).queue_jobs == 0 || !self.can_do_without(id) {
             return None;
         }
-        let oldest = self.jobs.iter().find(|job| job.owed.contains(id) && job.settled)?;
+        let oldest = self.jobs.owed_by(id).find(|job| job.settled)?;
         Some(oldest.issued.max(self.replica(id).up_since).after(self.config.timing.job_age))
     }
 

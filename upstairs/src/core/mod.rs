@@ -328,17 +328,18 @@ impl Core {
 
     /// Sends a job that is in the table to these replicas, which now owe a reply.
     fn send_job(&mut self, id: JobId, targets: ReplicaSet) {
-        let Some(job) = self.jobs.get_mut(id) else { return };
+        let Some(job) = self.jobs.get(id) else { return };
         let targets = targets.without(job.owed);
         if targets.is_empty() {
             return;
         }
-        for replica in targets.iter() {
-            job.owed.insert(replica);
-            self.replicas[replica.index()].owes(job.cost);
-        }
+        let cost = job.cost;
         let request = Request::Job { job: id, op: job.op.clone() };
         let payload = job.payload.clone();
+        for replica in targets.iter() {
+            self.jobs.owe(id, replica);
+            self.replicas[replica.index()].owes(cost);
+        }
         self.send(targets, request, payload);
         for replica in targets.iter() {
             self.check_bound(replica);
