@@ -5,8 +5,10 @@
 # native aio, over unix sockets; all replicas are asked for every read and two must agree. Newel asks all replicas too.
 # Both are filled alike, and the repetitions alternate between them, so that a neighbour's load hits both.
 #
-# usage: tools/bench.sh [-r REPETITIONS] [-t SECONDS] [-j "JOB ..."] [-o DIR]
+# usage: tools/bench.sh [-g] [-r REPETITIONS] [-t SECONDS] [-j "JOB ..."] [-o DIR]
 #
+#   -g  only the jobs that Newel has goals for, and what was reached of each; three replicas on one disk can't write more than
+#       a third of what it takes
 #   -r  of each job (5), the medians are printed     -t  for each run (3)
 #   -j  of rw4k-q1 rw4k-q32 rr4k-q1 rr4k-q32 sw1m-q8 sr1m-q8 fs4k-q1 (all)
 #   -o  where every fio report and results.tsv are kept (results/bench)
@@ -14,11 +16,11 @@
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 
-REPS=5 TIME=3 OUT=$ROOT/results/bench
+REPS=5 TIME=3 OUT=$ROOT/results/bench GOALS=''
 JOBS='rw4k-q1 rw4k-q32 rr4k-q1 rr4k-q32 sw1m-q8 sr1m-q8 fs4k-q1'
-while getopts 'r:t:j:o:h' option; do
+while getopts 'gr:t:j:o:h' option; do
   case $option in
-    r) REPS=$OPTARG ;; t) TIME=$OPTARG ;; j) JOBS=$OPTARG ;; o) OUT=$OPTARG ;;
+    g) GOALS=1 JOBS='rw4k-q32 sw1m-q8 fs4k-q1' ;; r) REPS=$OPTARG ;; t) TIME=$OPTARG ;; j) JOBS=$OPTARG ;; o) OUT=$OPTARG ;;
     *) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p}' "$0"; exit 2 ;;
   esac
 done
@@ -129,14 +131,33 @@ median() { # TARGET JOB COLUMN
   awk -F'\t' -v t="$1" -v j="$2" -v c="$3" '$1 == t && $2 == j { print $c }' "$OUT/results.tsv" | sort -g |
     awk '{ v[NR] = $1 } END { print NR % 2 ? v[(NR + 1) / 2] : (v[NR / 2] + v[NR / 2 + 1]) / 2 }'
 }
-echo "| job | unit | Newel | QEMU quorum | ratio | disk | p99.9, µs: Newel / quorum | server CPU per I/O, µs: Newel / quorum |"
-echo "|---|---|---|---|---|---|---|---|"
+echo "| job | unit | Newel | QEMU quorum | ratio | disk | Newel to a third of it | p99.9, µs: Newel / quorum | server CPU per I/O, µs: Newel / quorum |"
+echo "|---|---|---|---|---|---|---|---|---|"
 for job in $JOBS; do
   case $job in *1m*) column=4 unit=MiB/s ;; *) column=3 unit=IOPS ;; esac
   awk -v job="$job" -v unit="$unit" -v n="$(median newel "$job" $column)" -v p="$(median peer "$job" $column)" \
     -v d="$(median disk "$job" $column)" -v nt="$(median newel "$job" 6)" -v pt="$(median peer "$job" 6)" \
     -v nc="$(median newel "$job" 7)" -v pc="$(median peer "$job" 7)" 'BEGIN {
-      printf "| %s | %s | %d | %d | %.2f | %d | %d / %d | %.0f / %.0f |\n", job, unit, n, p, n / p, d, nt, pt, nc, pc }'
+      printf "| %s | %s | %d | %d | %.2f | %d | %.2f | %d / %d | %.0f / %.0f |\n",
+        job, unit, n, p, n / p, d, 3 * n / d, nt, pt, nc, pc }'
 done
+
+goal() { # WHAT JOB at-least|at-most BOUND EXPRESSION: of n, p, d (throughput of each target) and cpu
+  local column=3
+  case $2 in *1m*) column=4 ;; esac
+  awk -v what="$1" -v sense="$3" -v bound="$4" -v n="$(median newel "$2" $column)" \
+    -v p="$(median peer "$2" $column)" -v d="$(median disk "$2" $column)" -v cpu="$(median newel "$2" 7)" "BEGIN {
+      reached = $5; met = sense == \"at-least\" ? reached >= bound : reached <= bound
+      sub(/-/, \" \", sense)
+      printf \"| %s | %.2f | %s %s | %s |\\n\", what, reached, sense, bound, met ? \"yes\" : \"no\" }"
+}
+if [ -n "$GOALS" ]; then
+  printf '\n| goal | reached | asked for | met |\n|---|---|---|---|\n'
+  goal '4 KiB random write, depth 32, to a third of the disk' rw4k-q32 at-least 0.85 '3 * n / d'
+  goal '4 KiB random write, depth 32, to QEMU quorum' rw4k-q32 at-least 1.4 'n / p'
+  goal 'CPU of all servers for a 4 KiB write, depth 32, µs' rw4k-q32 at-most 80 cpu
+  goal '1 MiB sequential write, depth 8, to a third of the disk' sw1m-q8 at-least 0.8 '3 * n / d'
+  goal '4 KiB write and flush, depth 1, to QEMU quorum' fs4k-q1 at-least 1.6 'n / p'
+fi
 echo
 echo "Medians of $REPS runs of $TIME s over 1 GiB; $(fio --version), $(qemu-nbd --version | head -1), $(uname -r), $(nproc) CPUs."

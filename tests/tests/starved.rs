@@ -39,6 +39,9 @@ const PING_MAX: Duration = Duration::from_millis(20);
 /// A machine that others use, too, may be late by itself: one of so many runs must be clean. A reactor that waits for its disk
 /// never has one.
 const RUNS: usize = 4;
+/// The guest's tail depends on the whole machine: with a replica away there is no third one to hide what any of the others is kept
+/// from by other processes.
+const GUEST_RUNS: usize = 6;
 
 const NO_STALL: &str = "no submission stalled";
 const REACTOR_WAITED: &str = "the reactor waited";
@@ -200,7 +203,7 @@ fn a_guest_does_not_notice_one_starved_replica() {
     guest(&cluster);
 
     let mut ratios = Vec::new();
-    for _ in 0..RUNS {
+    for _ in 0..GUEST_RUNS {
         cluster.await_all_active();
         let healthy = guest(&cluster);
         disk.starve(cluster.pid(Role::Replica(2)));
@@ -208,7 +211,6 @@ fn a_guest_does_not_notice_one_starved_replica() {
         if let Some(status) = cluster.try_status() {
             println!("the starved replica: {:?}", status.replicas[2]);
         }
-        println!("{}", cluster.log(Role::Upstairs));
         disk.feed();
         println!("healthy {healthy:?}, starved {starved:?}");
         ratios.push(starved.p999.as_secs_f64() / healthy.p999.as_secs_f64());
