@@ -1,8 +1,8 @@
 //! How long a daemon keeps things waiting: histograms of delays, and the meter of a reactor's stalls.
 //!
-//! The meter asks for a tick every millisecond while events come, and is told when the tick got its turn: so late was the
-//! reactor for whatever else became ready. A tick that came 300 ms late stands for all the ticks that ought to have come
-//! meanwhile: else one long stall would count as little as one short turn.
+//! The meter asks for a tick every 10 ms while events come, and is told when the tick got its turn: so late was the reactor for
+//! whatever else became ready. A tick that came 300 ms late stands for all the ticks that ought to have come meanwhile: else
+//! one long stall would count as little as one short turn. What ran is timed besides, so that the longest stall is exact.
 //!
 //! Invariants:
 //! - The first event after a rest asks for a tick before it is handled, so that no stall escapes.
@@ -14,10 +14,11 @@
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 
-/// Between two ticks.
-const TICK_NS: u64 = 1_000_000;
+/// Between two ticks: a sample of moments, enough for percentiles. (On a small virtual machine a timer of 1 ms cost every write a
+/// quarter more, as each wait of the reactor then has to arm a timer that is about to fire.)
+const TICK_NS: u64 = 10_000_000;
 /// After this long without an event the ticks end.
-const REST_AFTER_NS: u64 = 20_000_000;
+const REST_AFTER_NS: u64 = 40_000_000;
 /// A stall that somebody should hear of: a ping or another replica's job waited as long.
 const STALL_NS: u64 = 20_000_000;
 /// At most one line about stalls in this time.
@@ -217,15 +218,17 @@ impl LagMeter {
         self.lags.record_of_ticks(late_ns / 1_000, TICK_NS / 1_000);
         // What took less than half of it is not to blame.
         let during = if self.run_ns >= late_ns / 2 { self.run } else { Activity::Elsewhere };
-        self.longest.record(now_ns, late_ns, during);
+        // It may have begun before the tick was due.
+        let stall_ns = late_ns.max(self.run_ns);
+        self.longest.record(now_ns, stall_ns, during);
         (self.run_ns, self.run) = (0, Activity::Elsewhere);
         let rests = now_ns.saturating_sub(self.last_event_ns) > REST_AFTER_NS;
         self.due_ns = (!rests).then(|| now_ns.saturating_add(TICK_NS));
-        self.warn(now_ns, late_ns, during)
+        self.warn(now_ns, stall_ns, during)
     }
 
-    fn warn(&mut self, now_ns: u64, late_ns: u64, during: Activity) -> Option<Warning> {
-        if late_ns < STALL_NS {
+    fn warn(&mut self, now_ns: u64, stall_ns: u64, during: Activity) -> Option<Warning> {
+        if stall_ns < STALL_NS {
             return None;
         }
         if self.warned_ns.is_some_and(|at| now_ns.saturating_sub(at) < QUIET_NS) {
@@ -234,7 +237,7 @@ impl LagMeter {
         }
         self.warned_ns = Some(now_ns);
         let untold = std::mem::take(&mut self.untold);
-        Some(Warning { took_ms: late_ns / 1_000_000, during, untold })
+        Some(Warning { took_ms: stall_ns / 1_000_000, during, untold })
     }
 
     pub fn lag(&self) -> Delays {
@@ -283,19 +286,19 @@ mod tests {
     fn a_stall_counts_by_its_length() {
         let (meter, warning) = check(300, Activity::Disk);
         let (lag, stall) = (meter.lag(), meter.longest_stall(10_000 * MS));
-        assert_eq!(lag.count, 9_999, "one for each ms but the first");
-        assert!(lag.max_us.abs_diff(299_000) < 4_000 && lag.p50_us <= 1, "{lag:?}");
-        assert!(lag.p99_us.abs_diff(200_000) < 4_000, "3% of the time: {lag:?}");
-        assert_eq!((stall.took_us, stall.ago_ms), (299_000, 9_690));
+        assert!(lag.count.abs_diff(1_000) < 3, "one for each 10 ms: {lag:?}");
+        assert!(lag.max_us.abs_diff(295_000) < 8_000 && lag.p50_us <= 1, "{lag:?}");
+        assert!(lag.p99_us.abs_diff(200_000) < 20_000, "3% of the time: {lag:?}");
+        assert_eq!((stall.took_us, stall.ago_ms), (300_000, 9_690));
         assert_eq!(stall.during, Activity::Disk);
-        assert_eq!(warning, Some(Warning { took_ms: 299, during: Activity::Disk, untold: 0 }));
+        assert_eq!(warning, Some(Warning { took_ms: 300, during: Activity::Disk, untold: 0 }));
     }
 
     #[test]
     fn a_short_run_is_not_told() {
         let (meter, warning) = check(15, Activity::Guests);
         assert_eq!(warning, None);
-        assert!(meter.lag().p99_us <= 1 && meter.lag().max_us >= 13_900, "{:?}", meter.lag());
+        assert!(meter.lag().p99_us <= 1 && meter.longest_stall(0).took_us == 15_000, "{meter:?}");
     }
 
     #[test]
@@ -322,7 +325,7 @@ mod tests {
         assert_eq!(told.iter().map(|warning| warning.untold).collect::<Vec<_>>(), [0, 99, 99]);
         assert_eq!(
             told.last().map(ToString::to_string).as_deref(),
-            Some("the reactor stalled for 49 ms (messages); 99 more stalls since the last such line")
+            Some("the reactor stalled for 50 ms (messages); 99 more stalls since the last such line")
         );
     }
 
@@ -336,11 +339,11 @@ mod tests {
             assert_eq!(meter.tick(due), None);
             ticks += 1;
         }
-        assert!(ticks <= 22, "{ticks}");
+        assert!(ticks <= 6, "{ticks}");
         let later = 3_600_000 * MS;
         assert!(meter.begins(later));
         meter.ran(Activity::Messages, later, later + 40 * MS);
-        assert_eq!(meter.tick(later + 40 * MS).map(|warning| warning.took_ms), Some(39));
+        assert_eq!(meter.tick(later + 40 * MS).map(|warning| warning.took_ms), Some(40));
     }
 
     #[test]

@@ -56,7 +56,7 @@ const INLINE: &str = "newel-downstairs-inline";
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {
     None,
-    /// 4 tags and 200 writes a second, for 2 s.
+    /// 4 tags and 200 writes a second, for 3 s.
     Starved,
     /// A frozen file system, for 0.3 s, some times.
     Frozen,
@@ -94,7 +94,7 @@ fn watch(name: &str, disk: &StarvedDisk, fault: Fault) -> Seen {
         Fault::None => wait::pass(Duration::from_secs(2)),
         Fault::Starved => {
             disk.starve(replica.pid());
-            wait::pass(Duration::from_secs(2));
+            wait::pass(Duration::from_secs(3));
             disk.feed();
         }
         Fault::Frozen => {

@@ -270,13 +270,13 @@ fn a_pong_tells_how_long_the_reactor_stalled_and_what_ran() {
         let health = loop {
             client.send(Request::Ping { nonce: 1 }, Bytes::new()).await;
             let Some((Reply::Pong { health, .. }, _)) = client.reply().await else { panic!("no pong") };
-            if health.lag.max_us >= 110_000 {
+            if health.lag.max_us >= 100_000 {
                 break health;
             }
         };
         let stall = health.longest_stall;
         assert!(stall.took_us >= 110_000 && stall.during == Activity::Disk, "{health:?}");
-        assert!(health.lag.count >= 110, "{health:?}");
+        assert!(health.lag.count >= 11, "{health:?}");
     });
 }
 
