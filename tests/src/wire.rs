@@ -130,6 +130,19 @@ pub fn ping_always(mut peer: Peer) -> Beside<Vec<Duration>> {
     })
 }
 
+/// How late a thread that does nothing else woke up every time: what the machine itself does to whoever waits.
+pub fn wake_always() -> Beside<Vec<Duration>> {
+    Beside::start(move |enough| {
+        let mut late = Vec::new();
+        while !enough.load(Ordering::Relaxed) {
+            let slept = Instant::now();
+            std::thread::sleep(PING_EVERY);
+            late.push(slept.elapsed().saturating_sub(PING_EVERY));
+        }
+        Ok(late)
+    })
+}
+
 /// Writes random blocks below `blocks` at this depth; how many were written.
 pub fn write_always(mut peer: Peer, depth: usize, blocks: u64) -> Beside<u64> {
     Beside::start(move |enough| {
