@@ -14,8 +14,9 @@ use std::sync::Arc;
 
 use newel_protocol::wire::StageTimes;
 
-use super::aio::{Batch, Completion, Events, Payload, Request, Ring};
+use super::aio::Ring;
 use super::change::Change;
+use super::engine::{Completion, Engine, EngineKind, Payload, Request};
 use super::error::RegionError;
 use super::file::Region;
 use super::pool::{Pool, PoolOptions, SubmitTimesByLane, Wake};
@@ -28,8 +29,6 @@ pub struct InlinePool {
     pool: Pool,
     region: Arc<Region>,
     ring: Ring<Write>,
-    events: Events,
-    batch: Batch,
     wake: Wake,
     /// Answers that were not fetched yet.
     answers: Vec<DiskDone>,
@@ -53,10 +52,9 @@ impl InlinePool {
         let path = region.storage().path().display().to_string();
         let raised = pool.completion_fd().try_clone_to_owned();
         let ring = raised
-            .and_then(|raised| Ring::new(region.storage().direct_fd()?, DEPTH, Some(raised)))
-            .map_err(|source| RegionError::Aio { path, depth: DEPTH, source })?;
-        let events = ring.events();
-        Ok(Self { pool, region, ring, events, batch: Batch::default(), wake, answers: Vec::new() })
+            .and_then(|raised| Ring::new(region.storage().direct_file()?.into(), DEPTH, Some(raised)))
+            .map_err(|source| RegionError::Engine { path, engine: EngineKind::Aio, depth: DEPTH, source })?;
+        Ok(Self { pool, region, ring, wake, answers: Vec::new() })
     }
 
     /// Takes all commands, and blocks as long as the kernel likes.
@@ -72,8 +70,8 @@ impl InlinePool {
         }
         let mut refused = Vec::new();
         while !requests.is_empty() {
-            let submitted = self.ring.submit(&mut requests, &mut self.batch, &mut refused);
-            self.pool.submit_times().writes.record(submitted);
+            let submitted = self.ring.submit(&mut requests, usize::MAX, &mut refused);
+            self.pool.submit_times().writes.record(submitted, DEPTH as usize);
         }
         self.take(&mut refused);
         if !self.answers.is_empty() {
@@ -93,7 +91,7 @@ impl InlinePool {
 
     pub fn completed(&mut self, into: &mut Vec<DiskDone>) {
         let mut completions = Vec::new();
-        if let Err(error) = self.ring.poll(&mut self.events, &mut completions) {
+        if let Err(error) = self.ring.poll(&mut completions) {
             self.region.fail(DiskError::Io { operation: "io_getevents", message: error.to_string() });
         }
         self.take(&mut completions);
