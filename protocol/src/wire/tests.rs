@@ -71,7 +71,7 @@ fn golden_requests() {
     let nil = uuid(Uuid::nil());
     check(
         &Request::Activated { generation: Generation(9), membership },
-        &format!("02000000 09000000 04000000 {region} {volume} {nil} 01 01"),
+        &format!("02000000 09000000 04000000 {region} {volume} {nil} 01"),
     );
     let job = |op| Request::Job { job: JobId(0x11), op };
     let range = BlockRange::new(0x22, 2);
@@ -123,7 +123,7 @@ fn golden_replies() {
         &Reply::Welcome(welcome),
         &format!(
             "00000000 0100 {region} {volume} 0000010000000000 05000000 04000000
-             04000000 {region} {volume} {nil} 01"
+             04000000 {region} {volume} {nil} 01 01"
         ),
     );
     check(
