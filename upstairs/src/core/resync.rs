@@ -21,16 +21,19 @@ use newel_protocol::{
 use super::api::{ReplicaId, ReplicaSet};
 use super::decide::{Decision, Reconcile, catch_up, reconcile};
 
-/// Extents whose contexts are held at once: 1024 states of 24 bytes from each of three replicas.
-const OPEN_EXTENTS: usize = 8;
+/// Extents whose contexts are held at once: 1024 states of 24 bytes from each of three replicas, so 2 MiB. Scattered blocks lie in as
+/// many extents, of which each waits for an entry in the joiner's activity log.
+const OPEN_EXTENTS: usize = 32;
+/// What comparing the contexts of an extent costs, in blocks copied.
+const EXTENT_COST: i64 = 4;
 /// Blocks in one copy of a reconcile: 256 KiB.
 const COPY_BLOCKS: usize = 64;
 /// Copies of a reconcile in flight; no guest waits behind them.
 const RECONCILE_WINDOW: usize = 32;
 /// Blocks in one copy of a catch-up: 64 KiB, as guests' jobs wait behind it.
 const CATCH_UP_BLOCKS: usize = 16;
-/// Copies of a catch-up in flight: enough to hide a round trip, small enough for the guest not to notice.
-const CATCH_UP_WINDOW: usize = 4;
+/// Copies of a catch-up in flight. What the guest notices is their rate, which is paced; scattered blocks need many.
+const CATCH_UP_WINDOW: usize = 32;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rule {
@@ -173,9 +176,15 @@ impl Resync {
 
     /// True if only a grant is missing.
     pub(super) fn waits_for_grant(&self) -> bool {
-        self.granted <= 0
-            && self.in_flight < self.window()
-            && self.open.values().any(|open| !open.waiting.is_empty())
+        let copies =
+            self.in_flight < self.window() && self.open.values().any(|open| !open.waiting.is_empty());
+        let extents = self.compared && self.open.len() < OPEN_EXTENTS && !self.queue.is_empty();
+        !self.is_granted() && (copies || extents)
+    }
+
+    /// Only a catch-up has guests to be careful of.
+    fn is_granted(&self) -> bool {
+        self.granted > 0 || matches!(self.rule, Rule::Reconcile { .. })
     }
 
     fn window(&self) -> usize {
@@ -237,8 +246,9 @@ impl Resync {
             return;
         }
         self.start_copies();
-        while self.open.len() < OPEN_EXTENTS {
+        while self.open.len() < OPEN_EXTENTS && self.is_granted() {
             let Some(extent) = self.queue.pop_front() else { break };
+            self.granted -= EXTENT_COST;
             self.open.insert(extent, OpenExtent::default());
             for replica in self.members.iter() {
                 self.steps.push_back(Step::Contexts { query: self.next_query, replica, extent });
@@ -374,7 +384,6 @@ impl Resync {
 
     fn start_copies(&mut self) {
         let window = self.window();
-        let paced = matches!(self.rule, Rule::CatchUp { .. });
         let extents: Vec<ExtentId> = self
             .open
             .iter()
@@ -382,7 +391,7 @@ impl Resync {
             .map(|(&extent, _)| extent)
             .collect();
         for extent in extents {
-            while self.in_flight < window && !(paced && self.granted <= 0) {
+            while self.in_flight < window && self.is_granted() {
                 let Some(open) = self.open.get_mut(&extent) else { break };
                 let Some(copy) = open.waiting.pop_front() else { break };
                 self.granted -= i64::try_from(copy.blocks.len()).unwrap_or(0);
