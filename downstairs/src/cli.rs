@@ -43,7 +43,8 @@ pub(crate) struct RunArgs {
     /// Address to serve on; port 0 takes a free one, which the log tells
     #[arg(long, value_name = "IP:PORT")]
     listen: Option<String>,
-    /// TOML file with the keys region, listen, allow_plaintext, cpu, log, engine, cache and merge_max; flags win
+    /// TOML file with the keys region, listen, allow_plaintext, cpu, log, engine, cache, merge_max, fault and
+    /// control; flags win
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
     /// Serve on an address that is not loopback, although the wire is neither encrypted nor authenticated
@@ -52,6 +53,12 @@ pub(crate) struct RunArgs {
     /// Keep all threads on this CPU; spares wake-ups across CPUs where several daemons share a small host
     #[arg(long, value_name = "NUMBER")]
     cpu: Option<usize>,
+    /// Answer late or wrong on purpose, for tests: read-delay=20ms,jitter=1..10ms,bandwidth=100M,stall=1s/30s,error=0.01
+    #[arg(long, value_name = "FAULTS")]
+    fault: Option<String>,
+    /// Socket through which `newel fault` changes that at run time [default: REGION.control; none for a block device]
+    #[arg(long, value_name = "PATH")]
+    control: Option<PathBuf>,
     /// What to log: error, warn, info, debug, trace, or directives such as info,newel_downstairs=debug [default: info]
     #[arg(long, value_name = "LEVEL")]
     log: Option<String>,
@@ -78,6 +85,8 @@ impl RunArgs {
             engine: self.engine,
             cache: self.cache,
             merge_max: self.merge_max.clone(),
+            fault: self.fault.clone(),
+            control: self.control.clone(),
         }
     }
 }
@@ -117,6 +126,8 @@ mod tests {
             engine: Some(EngineKind::Psync),
             cache: Some(CacheMode::Page),
             merge_max: Some("256K".to_owned()),
+            fault: None,
+            control: None,
         };
         assert_eq!(args.settings(), expected);
     }

@@ -8,6 +8,7 @@
 
 mod address;
 mod admin;
+mod fault;
 mod http;
 mod size;
 mod status;
@@ -33,6 +34,8 @@ enum Command {
     Status(status::StatusArgs),
     /// Give the place of a replica to a new, empty region while the volume runs
     Replace(admin::ReplaceArgs),
+    /// Make a replica answer late or wrong on purpose, for tests and demonstrations
+    Fault(fault::FaultArgs),
     /// Verify every block of every replica in the background, and heal what is bad
     Scrub(admin::ScrubArgs),
 }
@@ -56,6 +59,7 @@ fn main() -> ExitCode {
             Command::Up(args) => up::run(args).await,
             Command::Status(args) => status::run(args).await,
             Command::Replace(args) => admin::replace(args).await,
+            Command::Fault(args) => fault::run(args).await,
             Command::Scrub(args) => admin::scrub(args).await,
         }
     });

@@ -113,6 +113,14 @@ fn table(status: &Status) -> String {
         status.guest_requests
     ));
     line(format!("reactor    {}", delays(&status.reactor, "late")));
+    if status.reads.throttled {
+        let cause = status.reads.cause.as_deref().unwrap_or("a replica is slow");
+        let waiting = status.reads.waiting;
+        line(format!(
+            "throttled  {cause}; {waiting} reads wait, the oldest for {}",
+            micros(status.reads.waiting_us)
+        ));
+    }
     if status.scrub.pass > 0 {
         line(format!("scrub      {}", scrub(&status.scrub)));
     }
@@ -124,6 +132,9 @@ fn table(status: &Status) -> String {
         let Some(replica) = index.checked_sub(1).and_then(|at| status.replicas.get(at)) else { continue };
         if replica.member == Some(false) {
             line(format!("         region {} is none of this volume's", replica.region));
+        }
+        if let Some(faults) = &replica.faults {
+            line(format!("         FAULTS PUT IN ON PURPOSE: {faults}"));
         }
         if let Some(reason) = &replica.reason {
             line(format!("         {reason}"));
@@ -148,7 +159,7 @@ fn row(replica: &ReplicaStatus) -> [String; 10] {
         human(replica.queue_bytes as u64),
         time(replica.last_reply_us),
         time(replica.mean_reply_us),
-        time(replica.lead_us),
+        time(replica.read_lead_us.or(replica.lead_us)),
         micros(replica.read_delay_us),
         replica.healed_blocks.to_string(),
     ]
@@ -208,6 +219,7 @@ mod tests {
             queue_bytes: 12 << 10,
             last_reply_us: Some(85),
             read_delay_us: 12_500,
+            faults: Some("read-delay=20ms".into()),
             ..ReplicaStatus::default()
         };
         let longest =
@@ -227,6 +239,13 @@ mod tests {
             size_bytes: 4 << 30,
             generation: 9,
             state: "serving".into(),
+            reads: newel_upstairs::core::status::ReadsStatus {
+                throttled: true,
+                cause: Some("replica 0 is ahead".into()),
+                waiting: 4,
+                waiting_us: 900,
+                ..Default::default()
+            },
             replicas: vec![active, lagging],
             reactor: DelayStatus::default(),
             scrub: ScrubStatus {
@@ -248,6 +267,8 @@ mod tests {
             "12 ms",
             "12.0 KiB",
             "7 of 1024 extents; 0 bad copies",
+            "FAULTS PUT IN ON PURPOSE: read-delay=20ms",
+            "replica 0 is ahead; 4 reads wait, the oldest for 900 µs",
             "its connection broke",
             "reactor    late: nothing yet",
             "reactor late 1200 µs (p99.9), at most 99 ms (disk, 2026-09-21 14:13:20 UTC); submissions held 1200 µs",

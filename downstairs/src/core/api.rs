@@ -8,6 +8,8 @@ use newel_protocol::{BlockRange, BlockState, ExtentId, Generation, Version};
 use thiserror::Error;
 use uuid::Uuid;
 
+use super::fault::Faults;
+
 /// Time since an arbitrary start, in nanoseconds. The shell reads a clock once per batch of events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Time(pub u64);
@@ -44,6 +46,8 @@ pub enum Event {
         conn: ConnId,
     },
     DiskDone(DiskDone),
+    /// An operator wants these faults from now on.
+    Faults(Faults),
     /// Stop accepting, finish what runs, sync, and then report [`Action::Stopped`].
     Shutdown,
     /// A deadline from `poll_deadline` has passed.
@@ -194,8 +198,24 @@ pub struct RegionFacts {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LogEvent {
-    SessionStarted { conn: ConnId, upstairs: Uuid, generation: Generation },
-    SessionEnded { conn: ConnId, reason: String },
-    Refused { conn: ConnId, reason: String },
-    Failed { reason: String },
+    SessionStarted {
+        conn: ConnId,
+        upstairs: Uuid,
+        generation: Generation,
+    },
+    SessionEnded {
+        conn: ConnId,
+        reason: String,
+    },
+    Refused {
+        conn: ConnId,
+        reason: String,
+    },
+    Failed {
+        reason: String,
+    },
+    /// Faults were put in on purpose, or taken out ("off"), or still are there.
+    Faults {
+        faults: String,
+    },
 }

@@ -9,6 +9,7 @@
 
 use std::collections::VecDeque;
 
+use bytes::Bytes;
 use newel_protocol::wire::{Membership, Reply, StageTimes};
 use newel_protocol::{ExtentId, Generation, Version};
 
@@ -126,7 +127,8 @@ impl Core {
         let Some(conn) = self.session.as_ref().map(|session| session.conn) else { return };
         for flush in served {
             times.queued_us = sent.micros_since(flush.arrived);
-            self.send(conn, Reply::Done { job: flush.job, result: Ok(()), times, states: Vec::new() });
+            let reply = Reply::Done { job: flush.job, result: Ok(()), times, states: Vec::new() };
+            self.answer_job(conn, false, 0, reply, Bytes::new());
         }
     }
 
@@ -178,6 +180,7 @@ impl Core {
     /// Drops what an ended session still wanted; what is at the disk is awaited by whoever comes next.
     pub(super) fn drop_session_jobs(&mut self) {
         self.drop_jobs();
+        self.fault.drop_held();
         self.activity.drop_waiters();
         self.flusher.drop_session();
         self.internal.headers.clear();

@@ -144,10 +144,15 @@ struct Checked {
 }
 
 impl Core {
+    /// What the session waits for.
+    fn outstanding(&self) -> usize {
+        self.jobs.count + self.flusher.outstanding() + self.fault.held()
+    }
+
     /// A job of the session in force.
     pub(super) fn job(&mut self, job: JobId, op: Op, payload: Bytes) {
         let Some(conn) = self.session.as_ref().map(|session| session.conn) else { return };
-        if self.jobs.count + self.flusher.outstanding() >= self.config.jobs_max {
+        if self.outstanding() >= self.config.jobs_max {
             let what = format!("more than {} jobs outstanding", self.config.jobs_max);
             return self.violation(conn, what);
         }
@@ -200,7 +205,7 @@ impl Core {
 
     fn query(&mut self, kind: Kind, range: BlockRange, op: DiskOp) {
         let Some(conn) = self.session.as_ref().map(|session| session.conn) else { return };
-        if self.jobs.count + self.flusher.outstanding() >= self.config.jobs_max {
+        if self.outstanding() >= self.config.jobs_max {
             let what = format!("more than {} jobs outstanding", self.config.jobs_max);
             return self.violation(conn, what);
         }
@@ -256,7 +261,7 @@ impl Core {
             Op::Store { blocks, join } => self.check_store(blocks, join, payload)?,
             Op::Flush => return Err(Reject::Violation("a payload where none belongs".to_owned())),
         };
-        if self.jobs.bytes + checked.bytes > self.config.bytes_max {
+        if self.jobs.bytes + self.fault.bytes() + checked.bytes > self.config.bytes_max {
             return Err(Reject::Violation(format!("more than {} bytes outstanding", self.config.bytes_max)));
         }
         Ok(checked)
@@ -342,7 +347,7 @@ impl Core {
     /// Drops a read that isn't at the disk; anything else goes on.
     pub(super) fn cancel(&mut self, id: JobId) {
         let Some(conn) = self.session.as_ref().map(|session| session.conn) else { return };
-        let Some(slot) = self.jobs.cancellable.remove(&id) else { return };
+        let Some(slot) = self.jobs.cancellable.remove(&id) else { return self.cancel_held(conn, id) };
         let Some(job) = self.jobs.remove(slot) else { return };
         self.jobs.ready_reads.remove(&job.seq);
         let times = StageTimes { queued_us: self.now.micros_since(job.arrived), ..StageTimes::default() };
@@ -394,10 +399,17 @@ impl Core {
         };
         match (job.kind, outcome) {
             (Kind::Read(id), DiskOutcome::Read { states, data }) => {
-                self.send_with(conn, Reply::Done { job: id, result: Ok(()), times, states }, data);
+                self.answer_job(
+                    conn,
+                    true,
+                    job.bytes,
+                    Reply::Done { job: id, result: Ok(()), times, states },
+                    data,
+                );
             }
             (Kind::Change { job: id, .. }, DiskOutcome::Done) => {
-                self.send(conn, Reply::Done { job: id, result: Ok(()), times, states: Vec::new() });
+                let reply = Reply::Done { job: id, result: Ok(()), times, states: Vec::new() };
+                self.answer_job(conn, false, job.bytes, reply, Bytes::new());
             }
             (Kind::Contexts { query, extent }, DiskOutcome::Contexts(states)) => {
                 self.send(conn, Reply::Contexts { query, extent, states });
@@ -415,7 +427,8 @@ impl Core {
         match (job.kind, error) {
             (Kind::Read(id), _) => {
                 if let Some(conn) = conn {
-                    self.send(conn, reply(id, JobError::Disk { message: error.to_string() }));
+                    let reply = reply(id, JobError::Disk { message: error.to_string() });
+                    self.answer_job(conn, true, 0, reply, Bytes::new());
                 }
             }
             (Kind::Change { job: id, .. }, DiskError::NoSpace { .. }) => {

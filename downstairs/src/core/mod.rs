@@ -8,13 +8,14 @@
 //! - Everything is bounded: connections, jobs and bytes by [`CoreConfig`], the log by its slots.
 //!
 //! One idea a file: `session.rs` who may speak, `promotion.rs` how a session comes in force, `jobs.rs` the life of a
-//! job, `order.rs` which jobs may run together, `activity.rs` the activity log, `flush.rs` flushes, `disk.rs` everything
+//! job, `fault.rs` answers that are late or wrong on purpose, `order.rs` which jobs may run together, `activity.rs` the activity log, `flush.rs` flushes, `disk.rs` everything
 //! else that the disk is asked for, and what its failures mean.
 
 mod activity;
 pub mod api;
 mod config;
 mod disk;
+mod fault;
 mod flush;
 mod jobs;
 mod order;
@@ -31,6 +32,8 @@ use newel_protocol::{EXTENT_BLOCKS, Generation};
 use self::activity::ActivityLog;
 use self::api::{Action, Event, RegionFacts, Time};
 use self::disk::Internal;
+use self::fault::FaultStage;
+pub use self::fault::{FaultError, Faults};
 use self::flush::Flusher;
 use self::jobs::Jobs;
 use self::order::Order;
@@ -53,6 +56,7 @@ pub struct Core {
     activity: ActivityLog,
     flusher: Flusher,
     internal: Internal,
+    fault: FaultStage,
     /// Distinguishes operations that use the same job slot one after the other.
     next_op: u32,
     failed: Option<String>,
@@ -67,6 +71,8 @@ impl Core {
         config.jobs_max = config.jobs_max.clamp(1, order::MAX_JOBS);
         config.disk_reads_max = config.disk_reads_max.max(1);
         config.connections_max = config.connections_max.max(2);
+        let faults = config.faults.clone();
+        let seed = facts.region.as_u64_pair().1;
         let extents = u32::try_from(facts.blocks.div_ceil(u64::from(EXTENT_BLOCKS))).unwrap_or(u32::MAX);
         let activity = ActivityLog::new(
             facts.log_slots,
@@ -87,6 +93,7 @@ impl Core {
             activity,
             flusher: Flusher::new(),
             internal: Internal::default(),
+            fault: FaultStage::new(faults, seed),
             next_op: 0,
             failed: None,
             stopping: false,
@@ -108,9 +115,11 @@ impl Core {
             Event::Closed { conn } => self.closed(conn),
             Event::DiskDone(done) => self.disk_done(done),
             Event::Shutdown => self.shut_down(),
+            Event::Faults(faults) => self.set_faults(faults),
             Event::Tick => self.drop_silent(),
         }
         self.advance();
+        self.advance_faults();
         self.check_invariants();
     }
 
@@ -120,7 +129,7 @@ impl Core {
 
     /// When the next [`Event::Tick`] is due.
     pub fn poll_deadline(&self) -> Option<Time> {
-        self.silence_deadline()
+        self.silence_deadline().into_iter().chain(self.fault_deadline()).min()
     }
 
     pub fn status(&self) -> Status {

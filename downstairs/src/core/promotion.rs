@@ -126,6 +126,9 @@ impl Core {
         self.log(LogEvent::SessionStarted { conn, upstairs, generation });
         let heard = self.now.max(started);
         self.session = Some(Session { conn, upstairs, number, generation, heard });
+        if let Some(faults) = self.fault.told() {
+            self.send(conn, Reply::Faults { faults });
+        }
     }
 }
 

@@ -15,6 +15,7 @@ use serde::Deserialize;
 use thiserror::Error;
 use tracing::level_filters::LevelFilter;
 
+use crate::core::{FaultError, Faults};
 use crate::disk::cli::parse_size;
 use crate::disk::{CacheMode, EngineKind, PoolOptions};
 
@@ -27,6 +28,10 @@ pub struct Config {
     pub cpu: Option<usize>,
     pub log: String,
     pub pool: PoolOptions,
+    /// Put in on purpose.
+    pub faults: Faults,
+    /// The socket through which faults are put in; `None`: there is none.
+    pub control: Option<PathBuf>,
 }
 
 /// The same keys, each given or not: by flags, or by the file.
@@ -43,6 +48,8 @@ pub struct Settings {
     pub cache: Option<CacheMode>,
     #[serde(alias = "merge-max")]
     pub merge_max: Option<String>,
+    pub fault: Option<String>,
+    pub control: Option<PathBuf>,
 }
 
 #[derive(Debug, Error)]
@@ -55,6 +62,8 @@ pub enum ConfigError {
     NoRegion,
     #[error("--listen is missing: name the address to serve on, such as 127.0.0.1:3810")]
     NoListen,
+    #[error("--fault")]
+    Fault { source: FaultError },
     #[error("--cpu {cpu} is more than any host has: give a number below {}", CpuSet::MAX_CPU)]
     Cpu { cpu: usize },
     #[error("--listen {value:?} is not IP:PORT, such as 127.0.0.1:3810 or [::1]:3810")]
@@ -99,7 +108,10 @@ impl Config {
             cache: flags.cache.or(file.cache).unwrap_or_default(),
             ..merge_max(flags.merge_max.or(file.merge_max))?
         };
-        Ok(Self { region, listen: address, cpu, log, pool })
+        let faults = flags.fault.or(file.fault).unwrap_or_default();
+        let faults = faults.parse().map_err(|source| ConfigError::Fault { source })?;
+        let control = flags.control.or(file.control).or_else(|| beside(&region));
+        Ok(Self { region, listen: address, cpu, log, pool, faults, control })
     }
 }
 
@@ -115,6 +127,13 @@ fn merge_max(value: Option<String>) -> Result<PoolOptions, ConfigError> {
 
 /// From one block, which merges nothing, to the largest job.
 const MERGE_MAX: RangeInclusive<usize> = BLOCK_BYTES..=4 << 20;
+
+/// The control socket of a region file lies beside it; a block device has no such place.
+fn beside(region: &Path) -> Option<PathBuf> {
+    let mut name = region.file_name()?.to_owned();
+    name.push(".control");
+    (!region.starts_with("/dev")).then(|| region.with_file_name(name))
+}
 
 /// A level, or a target and a level. (The logger itself would take any word for a target, so a misspelt level for all.)
 fn is_directive(text: &str) -> bool {
@@ -158,6 +177,10 @@ mod tests {
         check("[::1]:7", false, "[::1]:7");
         check("0.0.0.0:7", false, "--allow-plaintext");
         check("0.0.0.0:7", true, "0.0.0.0:7");
+        assert_eq!(beside(Path::new("a/r.img")), Some("a/r.img.control".into()));
+        assert_eq!(beside(Path::new("/dev/sdb")), None);
+        let settings = Settings { fault: Some("slow".to_owned()), ..flags("127.0.0.1:1") };
+        assert!(matches!(Config::new(settings, None), Err(ConfigError::Fault { .. })));
         check("localhost", false, "--listen \"localhost\" is not IP:PORT");
         assert!(matches!(Config::new(Settings::default(), None), Err(ConfigError::NoRegion)));
         for (log, fine) in

@@ -7,12 +7,14 @@
 //! - Nothing is decided here about order, sessions or failures.
 //! - Every queue has a bound: reading from a connection stops while its answers are not taken (`outbox.rs`).
 //!
-//! `listener.rs` accepts, `connection.rs` runs one connection, `receiver.rs` cuts its bytes into frames, `outbox.rs` holds
-//! its answers, `reactor.rs` drives the core, `lag.rs` measures how late the reactor is.
+//! `control.rs` lets an operator put in faults, `listener.rs` accepts, `connection.rs` runs one connection, `receiver.rs`
+//! cuts its bytes into frames, `outbox.rs` holds its answers, `reactor.rs` drives the core, `lag.rs` measures how late the
+//! reactor is.
 #![expect(clippy::disallowed_methods, reason = "the shell reads the clock")]
 
 mod config;
 mod connection;
+mod control;
 mod lag;
 mod listener;
 mod outbox;
@@ -92,7 +94,7 @@ async fn serve(config: &Config, start_disk: StartDisk) -> Result<(), RunError> {
     let signal = Arc::new(DiskSignal::default());
     let wake = Arc::clone(&signal);
     let disk = start_disk(region, config.pool.clone(), Arc::new(move || wake.raise()))?;
-    let core = Core::new(CoreConfig::default(), facts);
+    let core = Core::new(CoreConfig { faults: config.faults.clone(), ..CoreConfig::default() }, facts);
     let reactor = Reactor::new(core, disk, signal);
     let listener = socket.listen(listener::BACKLOG).map_err(bind_error)?;
     let address = listener.local_addr().map_err(bind_error)?;
@@ -105,8 +107,15 @@ async fn serve(config: &Config, start_disk: StartDisk) -> Result<(), RunError> {
     let completions = tokio::task::spawn_local(Rc::clone(&reactor).run_disk());
     let timer = tokio::task::spawn_local(Rc::clone(&reactor).run_timer());
     let meter = tokio::task::spawn_local(Rc::clone(&reactor).run_meter());
+    if !config.faults.is_off() {
+        reactor.event(Event::Faults(config.faults.clone()));
+    }
+    let control = config.control.as_deref().and_then(control::bind);
+    let control = control.map(|socket| {
+        tokio::task::spawn_local(control::serve(Rc::clone(&reactor), socket, config.faults.clone()))
+    });
     until_stopped(&reactor, terminate, interrupt).await;
-    for task in [accept, completions, timer, meter] {
+    for task in [accept, completions, timer, meter].into_iter().chain(control) {
         task.abort();
     }
     let state = reactor.finish();

@@ -197,7 +197,7 @@ impl Reactor {
             Event::Connected { .. } | Event::Closed { .. } => Activity::Connections,
             Event::Message { .. } => Activity::Messages,
             Event::DiskDone(_) => Activity::Disk,
-            Event::Shutdown => Activity::Operator,
+            Event::Faults(_) | Event::Shutdown => Activity::Operator,
             Event::Tick => Activity::Timer,
         });
         batch.event(event);
@@ -365,6 +365,10 @@ impl Inner {
             }
             LogEvent::SessionEnded { conn, reason } => info!("{}: session ended: {reason}", peer(conn)),
             LogEvent::Refused { conn, reason } => warn!("{}: refused: {reason}", peer(conn)),
+            LogEvent::Faults { faults } if faults == "off" => warn!("no faults are put in any more"),
+            LogEvent::Faults { faults } => {
+                warn!("FAULTS ARE PUT IN ON PURPOSE: {faults}; `newel fault … off` takes them out");
+            }
             LogEvent::Failed { reason } => error!("out of service until restarted: {reason}"),
         }
     }

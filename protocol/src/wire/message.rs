@@ -182,6 +182,11 @@ pub enum Reply {
     Leaving {
         reason: String,
     },
+    /// Faults that were put in on purpose, for tests: after `Promoted` if there are any, and whenever they change. Empty: none any
+    /// more.
+    Faults {
+        faults: String,
+    },
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -165,6 +165,7 @@ fn golden_replies() {
         "07000000 4400000000000000 02000000 0100000000000000 03000000 5500000000000000 efbeadde 02",
     );
     check(&Reply::Leaving { reason: "x".to_owned() }, "08000000 0100000000000000 78");
+    check(&Reply::Faults { faults: "x".to_owned() }, "09000000 0100000000000000 78");
 }
 
 #[test]
@@ -327,6 +328,7 @@ fn reply() -> impl Strategy<Value = Reply> {
             Reply::Digests { query, first: ExtentId(first), digests }
         }),
         ".{0,200}".prop_map(|reason| Reply::Leaving { reason }),
+        ".{0,200}".prop_map(|faults| Reply::Faults { faults }),
         ".{0,200}".prop_map(|what| Reply::Refused(Refusal::Violation { what })),
     ]
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use newel_upstairs::core::config::{Limits, Timing};
+use newel_upstairs::core::config::{Limits, ReadPolicy, Reads, ThrottleConfig, Timing};
 use rand::{RngExt as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 
@@ -118,6 +118,8 @@ pub struct Plan {
     pub min_replicas: usize,
     pub limits: Limits,
     pub timing: Timing,
+    pub throttle: ThrottleConfig,
+    pub reads: Reads,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -229,6 +231,7 @@ impl Plan {
                 replica_jobs: rng.random_range(40..200),
                 replica_bytes: 2 << 20,
                 waiting: 64,
+                slowing: Duration::from_millis(if seed % 9 == 8 { 20 } else { 0 }),
             },
             timing: Timing {
                 backoff_first: Duration::from_millis(5),
@@ -243,11 +246,25 @@ impl Plan {
                 quorum_timeout: None,
                 scrub_every: None,
             },
+            // From the seed's own digits, so that each keeps the schedule it had; a lead this short is exceeded often.
+            throttle: ThrottleConfig {
+                enabled: seed % 7 != 6,
+                lead: if seed % 7 < 3 { Duration::from_micros(200) } else { Duration::from_millis(10) },
+                max_delay: Duration::from_millis(50),
+            },
+            reads: Reads {
+                policy: if seed % 8 >= 6 { ReadPolicy::Witness } else { ReadPolicy::Fanout },
+                cancel: seed % 8 == 5 || seed % 8 == 7,
+            },
         }
     }
 
     pub fn with_bug(seed: u64, bug: Bug) -> Self {
         let mut plan = Self { bug: Some(bug), min_replicas: 2, ..Self::new(seed) };
+        // The checker is tested on reads that go to all at once: those show most.
+        plan.throttle = ThrottleConfig { enabled: false, ..ThrottleConfig::default() };
+        plan.reads = Reads::default();
+        plan.limits.slowing = Duration::ZERO;
         if let Some(weights) = bug.weights() {
             plan.weights = weights.to_vec();
             plan.fault_every = plan.fault_every.min(200 * MS);

@@ -25,6 +25,8 @@ impl World {
             blocks: None,
             limits: self.plan.limits.clone(),
             timing: self.plan.timing.clone(),
+            throttle: self.plan.throttle.clone(),
+            reads: self.plan.reads.clone(),
             heal: true,
             min_replicas: self.plan.min_replicas,
         };

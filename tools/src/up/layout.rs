@@ -27,6 +27,11 @@ impl Layout {
         self.dir.join(format!("region-{replica}"))
     }
 
+    /// Where the downstairs of a replica takes faults.
+    pub(crate) fn control(&self, replica: usize) -> PathBuf {
+        self.dir.join(format!("region-{replica}.control"))
+    }
+
     pub(crate) fn regions(&self) -> [PathBuf; REPLICAS] {
         std::array::from_fn(|replica| self.region(replica))
     }

@@ -343,6 +343,8 @@ impl Core {
     /// Gives unsettled guest jobs new numbers, in their order. Nothing of them is owed or done any more.
     fn renumber_open_jobs(&mut self) {
         self.held_reads.clear();
+        self.throttle.forget_all();
+        self.witness.forget_all();
         let ids = self.jobs.ids(|job| !job.settled && !job.is_internal());
         debug_assert!(self.jobs.iter().all(|job| job.owed.is_empty()), "no link, nothing owed");
         for old in ids {
@@ -355,6 +357,7 @@ impl Core {
                 done: ReplicaSet::EMPTY,
                 counted: ReplicaSet::EMPTY,
                 replied: [None; ReplicaId::COUNT],
+                readers: ReplicaSet::EMPTY,
                 read,
                 ..job
             };

@@ -15,10 +15,45 @@ pub struct CoreConfig {
     pub blocks: Option<u64>,
     pub limits: Limits,
     pub timing: Timing,
+    pub throttle: ThrottleConfig,
+    pub reads: Reads,
     pub heal: bool,
     /// Active replicas that must have executed a change before it is acknowledged: 2, or 1. With 1 an activation needs all
     /// three, and so does the first one after it was 1.
     pub min_replicas: usize,
+}
+
+/// Who is asked for the data of a read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ReadPolicy {
+    /// All Active replicas: the first valid reply answers.
+    #[default]
+    Fanout,
+    /// One, the others for their contexts only; another one once it is late or its copy is bad.
+    Witness,
+}
+
+#[derive(Clone, Debug, Default)]
+pub struct Reads {
+    pub policy: ReadPolicy,
+    /// Tell the others that a read was answered, so that they drop it if it is still queued there.
+    pub cancel: bool,
+}
+
+/// See the module `throttle`.
+#[derive(Clone, Debug)]
+pub struct ThrottleConfig {
+    pub enabled: bool,
+    /// Reads to the fastest replica are delayed once it answers so much earlier than the slowest.
+    pub lead: Duration,
+    /// No read is kept back for longer.
+    pub max_delay: Duration,
+}
+
+impl Default for ThrottleConfig {
+    fn default() -> Self {
+        Self { enabled: true, lead: Duration::from_millis(10), max_delay: Duration::from_secs(1) }
+    }
 }
 
 /// Bounds on what is in flight. The guest waits at the volume's, a replica leaves at its own.
@@ -33,6 +68,9 @@ pub struct Limits {
     pub replica_bytes: usize,
     /// Requests that wait for admission; the shell must not take more from guests.
     pub waiting: usize,
+    /// From half of the volume's bound on, requests are admitted ever more slowly: near the bound as if emptying it took this
+    /// long.
+    pub slowing: Duration,
 }
 
 impl Default for Limits {
@@ -43,6 +81,7 @@ impl Default for Limits {
             replica_jobs: 16_384,
             replica_bytes: 128 << 20,
             waiting: 4096,
+            slowing: Duration::from_secs(1),
         }
     }
 }

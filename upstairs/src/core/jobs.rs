@@ -116,13 +116,29 @@ pub(super) struct Job {
     /// Replicas that executed it and were Active then.
     pub(super) counted: ReplicaSet,
     pub(super) settled: bool,
+    /// When it was sent to each replica last.
+    pub(super) sent: [Time; ReplicaId::COUNT],
     pub(super) replied: [Option<Time>; ReplicaId::COUNT],
+    /// Replicas that a read's data was asked of; the others were asked for contexts.
+    pub(super) readers: ReplicaSet,
     pub(super) read: Option<Box<ReadState>>,
 }
 
 impl Job {
     pub(super) fn is_read(&self) -> bool {
         matches!(self.op, Op::Read { .. })
+    }
+
+    /// True if this replica was asked for its contexts, while the data comes from others.
+    pub(super) fn is_witness(&self, id: ReplicaId) -> bool {
+        matches!(self.op, Op::Read { mode: newel_protocol::wire::ReadMode::Data, .. })
+            && self.is_guest_read()
+            && !self.readers.contains(id)
+    }
+
+    /// A guest's read, of which every reply counts for the throttle.
+    pub(super) fn is_guest_read(&self) -> bool {
+        self.is_read() && !self.is_internal()
     }
 
     pub(super) fn is_internal(&self) -> bool {
@@ -286,7 +302,9 @@ mod tests {
             done: ReplicaSet::EMPTY,
             counted: ReplicaSet::EMPTY,
             settled: false,
+            sent: [Time(0); 3],
             replied: [None; 3],
+            readers: ReplicaSet::EMPTY,
             read: None,
         }
     }

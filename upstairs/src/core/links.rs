@@ -160,6 +160,7 @@ impl Core {
             self.log(level, format!("replica {id} left{role}: {reason}"));
         }
         self.clear_leads();
+        self.throttle.clear(Some(id));
         self.catch_up_lost(id);
         self.forget_jobs_of(id);
         self.scrub_lost(id);
@@ -198,8 +199,10 @@ impl Core {
             return;
         }
         let active = self.active();
-        let orphans =
-            self.jobs.ids(|job| job.is_read() && !job.settled && job.owed.is_empty() && !job.is_internal());
+        let throttle = &self.throttle;
+        let orphans = self.jobs.ids(|job| {
+            job.is_guest_read() && !job.settled && job.owed.is_empty() && !throttle.is_gated(job.id)
+        });
         for id in orphans {
             let Some(read) = self.jobs.get(id).and_then(|job| job.read.as_ref()) else { continue };
             if read.answer.is_none() {
@@ -207,6 +210,7 @@ impl Core {
                 if targets.is_empty() {
                     self.fail_read_if_hopeless(id);
                 } else {
+                    self.throttle.take(id);
                     self.send_job(id, targets);
                 }
             }
@@ -217,6 +221,7 @@ impl Core {
         for replica in &mut self.replicas {
             replica.times.clear_lead();
         }
+        self.throttle.clear(None);
     }
 
     pub(super) fn note_quorum(&mut self) {

@@ -24,7 +24,9 @@ mod heal;
 mod jobs;
 mod kept;
 mod links;
+mod meter;
 mod pace;
+mod reads;
 mod replace;
 mod replica;
 mod replies;
@@ -36,12 +38,18 @@ mod snapshot;
 mod tests;
 #[cfg(test)]
 mod tests_admin;
+#[cfg(test)]
+mod tests_reads;
+mod throttle;
+#[cfg(test)]
+mod throttle_tests;
+mod witness;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
 use bytes::Bytes;
-use newel_protocol::wire::{Membership, Op, Request};
+use newel_protocol::wire::{Membership, Op, ReadMode, Request};
 use newel_protocol::{Generation, JobId};
 
 use activation::Activation;
@@ -49,13 +57,19 @@ use api::{Action, Event, LogEvent, LogLevel, ReplicaId, ReplicaSet, StopReason, 
 use config::CoreConfig;
 use jobs::{Job, JobTable, Owner, ReadState};
 use pace::Pace;
+use reads::Urgency;
 use replace::Replacing;
 use replica::Replica;
 use requests::Requests;
 use scrub::Scrub;
+use throttle::Throttle;
+use witness::Witness;
 
 /// Replicas that must agree on memberships, and on everything else unless `min_replicas` says otherwise: 2 of 3.
 pub const QUORUM: usize = 2;
+
+/// Reads that a replica may have at its disk, where they can't be cancelled, and as many on their way.
+const UNCANCELLABLE: usize = 256;
 
 #[derive(Debug)]
 pub struct Core {
@@ -67,6 +81,9 @@ pub struct Core {
     requests: Requests,
     /// Reads whose answer waits for a write to be acknowledged.
     held_reads: Vec<JobId>,
+    throttle: Throttle,
+    witness: Witness,
+    told: reads::Told,
     phase: Phase,
     generation: Generation,
     /// The highest generation that any replica is known to have promised to anybody.
@@ -86,6 +103,8 @@ pub struct Core {
     /// Unsettled guest jobs and their bytes: what the volume's bound counts.
     open_jobs: usize,
     open_bytes: usize,
+    /// Nothing is admitted before.
+    admit_at: Time,
     heals_in_flight: usize,
     next_query: u64,
     /// Since when fewer than a quorum are Active, while serving.
@@ -115,6 +134,12 @@ impl Core {
             jobs: JobTable::new(),
             requests: Requests::default(),
             held_reads: Vec::new(),
+            throttle: Throttle::new(
+                config.throttle.clone(),
+                if config.reads.cancel { UNCANCELLABLE } else { 0 },
+            ),
+            witness: Witness::default(),
+            told: reads::Told::default(),
             phase: Phase::Activating(Activation::gathering()),
             generation: Generation(0),
             highest_promised: Generation(0),
@@ -128,6 +153,7 @@ impl Core {
             blocks: 0,
             open_jobs: 0,
             open_bytes: 0,
+            admit_at: Time(0),
             heals_in_flight: 0,
             next_query: 1,
             quorum_lost_since: None,
@@ -176,6 +202,7 @@ impl Core {
         };
         let quorum = self.quorum_deadline();
         let stop = self.stopping.as_ref().map(|s| s.until);
+        let reads = self.throttle.deadline(self.now).into_iter().chain(self.witness.deadline());
         links
             .chain(age)
             .chain(phase)
@@ -183,6 +210,8 @@ impl Core {
             .chain(stop)
             .chain(self.scrub_deadline())
             .chain(self.pace_deadline())
+            .chain(reads)
+            .chain(self.admission_deadline())
             .min()
     }
 
@@ -211,6 +240,10 @@ impl Core {
         self.check_stopping();
         self.check_scrub();
         self.check_pace();
+        self.check_late_reads();
+        self.admit_waiting();
+        self.send_paced();
+        self.tell_throttle();
     }
 
     fn on_shutdown(&mut self, within: Duration) {
@@ -235,7 +268,7 @@ impl Core {
             }
             self.stop(StopReason::Finished);
         } else if flush.is_none() && self.requests.open() == 0 {
-            let id = self.send_guest_job(Op::Flush, Bytes::new(), Owner::Nobody);
+            let id = self.send_guest_job(Op::Flush, Bytes::new(), Owner::Nobody, Urgency::AtOnce);
             if let Some(stopping) = &mut self.stopping {
                 stopping.flush = Some(id);
             }
@@ -281,15 +314,20 @@ impl Core {
     }
 
     /// Numbers a guest's job and sends it to all it concerns: a read to the Active, a change to all in a role.
-    fn send_guest_job(&mut self, op: Op, payload: Bytes, owner: Owner) -> JobId {
-        let targets =
-            if matches!(op, Op::Read { .. }) { self.active() } else { self.set_of(Replica::takes_jobs) };
+    fn send_guest_job(&mut self, op: Op, payload: Bytes, owner: Owner, urgency: Urgency) -> JobId {
+        let data_read = matches!(op, Op::Read { mode: ReadMode::Data, .. });
+        let is_read = matches!(op, Op::Read { .. });
         let id = self.insert_job(op, payload, owner);
         if let Some(job) = self.jobs.get(id) {
             self.open_jobs += 1;
             self.open_bytes += job.cost;
         }
-        self.send_job(id, targets);
+        if data_read {
+            self.send_read(id, urgency);
+        } else {
+            let targets = if is_read { self.active() } else { self.set_of(Replica::takes_jobs) };
+            self.send_job(id, targets);
+        }
         id
     }
 
@@ -320,7 +358,9 @@ impl Core {
             done: ReplicaSet::EMPTY,
             counted: ReplicaSet::EMPTY,
             settled: false,
+            sent: [Time(0); ReplicaId::COUNT],
             replied: [None; ReplicaId::COUNT],
+            readers: ReplicaSet::EMPTY,
             read,
         });
         id
@@ -329,12 +369,28 @@ impl Core {
     /// Sends a job that is in the table to these replicas, which now owe a reply.
     fn send_job(&mut self, id: JobId, targets: ReplicaSet) {
         let Some(job) = self.jobs.get(id) else { return };
+        self.send_job_as(id, targets, job.op.clone());
+    }
+
+    /// The same, but a read's witnesses are asked for less.
+    fn send_job_as(&mut self, id: JobId, targets: ReplicaSet, op: Op) {
+        let now = self.now;
+        let Some(job) = self.jobs.get_mut(id) else { return };
         let targets = targets.without(job.owed);
         if targets.is_empty() {
             return;
         }
         let cost = job.cost;
-        let request = Request::Job { job: id, op: job.op.clone() };
+        let asks_data = matches!(op, Op::Read { mode: ReadMode::Data, .. }) && job.is_guest_read();
+        for replica in targets.iter() {
+            job.sent[replica.index()] = now;
+            if asks_data {
+                job.readers.insert(replica);
+                self.replicas[replica.index()].reading += cost;
+                self.throttle.sent(now, replica, cost);
+            }
+        }
+        let request = Request::Job { job: id, op };
         let payload = job.payload.clone();
         for replica in targets.iter() {
             self.jobs.owe(id, replica);

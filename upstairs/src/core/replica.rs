@@ -76,6 +76,8 @@ pub(super) struct Replica {
     pub(super) region: Option<Uuid>,
     pub(super) queue_jobs: usize,
     pub(super) queue_bytes: usize,
+    /// That of the reads whose data it was asked for.
+    pub(super) reading: usize,
     pub(super) last_heard: Time,
     ping: Ping,
     backoff: Duration,
@@ -88,6 +90,8 @@ pub(super) struct Replica {
     pub(super) sessions: u64,
     pub(super) reconnects: u64,
     pub(super) healed_blocks: u64,
+    /// What it says of faults put in on purpose.
+    pub(super) faults: Option<String>,
     /// What its last way to Active took, for the status.
     pub(super) last_catch_up: Option<Progress>,
     pub(super) times: ReplyTimes,
@@ -117,6 +121,7 @@ impl Replica {
             region: None,
             queue_jobs: 0,
             queue_bytes: 0,
+            reading: 0,
             last_heard: now,
             ping: Ping::default(),
             backoff: Duration::ZERO,
@@ -126,6 +131,7 @@ impl Replica {
             sessions: 0,
             reconnects: 0,
             healed_blocks: 0,
+            faults: None,
             last_catch_up: None,
             times: ReplyTimes::default(),
             health: None,
@@ -208,8 +214,10 @@ impl Replica {
         };
         self.link = Link::Down { retry_at: now.after(self.backoff.max(minimum)) };
         self.welcome = None;
+        self.faults = None;
         self.queue_jobs = 0;
         self.queue_bytes = 0;
+        self.reading = 0;
         self.active_since = None;
         self.reason = Some(reason);
         self.times.clear();

@@ -12,6 +12,7 @@ use newel_protocol::{BlockKind, BlockRange, BlockState, JobId, crc};
 use super::api::{GuestError, LinkId, LogLevel, ReplicaId};
 use super::jobs::{AnswerBlocks, HeldAnswer, Owner, PartialAnswer, Purpose};
 use super::resync::split_data;
+use super::throttle::Sample;
 use super::{Core, QUORUM};
 
 impl Core {
@@ -36,7 +37,19 @@ impl Core {
                 self.with_query(query, |resync| resync.on_contexts(id, extent, states));
             }
             Reply::Leaving { reason } => self.leave(id, reason),
+            Reply::Faults { faults } => self.on_faults(id, faults),
         }
+    }
+
+    fn on_faults(&mut self, id: ReplicaId, faults: String) {
+        let on = !faults.is_empty();
+        let text = if on {
+            format!("replica {id} has faults put in on purpose: {faults}")
+        } else {
+            format!("replica {id} has no faults put in any more")
+        };
+        self.replica_mut(id).faults = on.then_some(faults);
+        self.log(LogLevel::Warn, text);
     }
 
     fn on_done(
@@ -53,11 +66,29 @@ impl Core {
             return;
         };
         job.owed.remove(id);
-        job.replied[id.index()] = Some(now);
-        let (cost, took) = (job.cost, now.since(job.issued));
+        let sent = job.sent[id.index()];
+        let (cost, took) = (job.cost, now.since(sent));
         let (is_read, owner) = (job.is_read(), job.owner);
+        let gave_data = job.readers.contains(id);
+        let cancelled = job.is_guest_read() && result == Err(JobError::Cancelled);
+        if !cancelled {
+            job.replied[id.index()] = Some(now);
+        }
+        let unasked = cancelled && !job.settled;
         let replica = &mut self.replicas[id.index()];
         replica.paid(cost);
+        if gave_data {
+            replica.reading = replica.reading.saturating_sub(cost);
+            self.throttle.replied(now, sent, id, cost);
+        }
+        if unasked {
+            self.leave(id, format!("it dropped job {job_id}, which was not cancelled"));
+            return;
+        }
+        if cancelled {
+            self.retire(job_id);
+            return;
+        }
         let active = replica.is_active();
         if active && !matches!(owner, Owner::Internal(_)) {
             replica.times.record(took);
@@ -80,7 +111,13 @@ impl Core {
                 }
                 self.settle_if_acknowledged(job_id);
             }
-            (result, _) => self.on_read_reply(id, job_id, result.is_ok(), states, payload),
+            (result, _) => {
+                if gave_data && result.is_ok() {
+                    self.witness.took(id, cost, took);
+                }
+                self.on_read_reply(id, job_id, result.is_ok(), states, payload);
+                self.ask_another(job_id);
+            }
         }
         self.record_leads(job_id);
         self.retire(job_id);
@@ -93,7 +130,10 @@ impl Core {
         if job.is_internal() || active.len() < QUORUM || !job.owed.and(active).is_empty() {
             return;
         }
-        let replied = job.replied;
+        let (replied, sent) = (job.replied, job.sent);
+        let whole = job.is_read()
+            && job.readers == active
+            && job.read.as_ref().is_none_or(|read| read.failed.is_empty());
         if active.iter().any(|id| replied[id.index()].is_none()) {
             return;
         }
@@ -102,6 +142,12 @@ impl Core {
             if let Some(at) = replied[id.index()] {
                 self.replica_mut(id).times.record_lead(slowest.since(at));
             }
+        }
+        if whole {
+            let sample = |id: ReplicaId| {
+                Some(Sample { replica: id, sent: sent[id.index()], replied: replied[id.index()]? })
+            };
+            self.throttle.sample(self.now, active.iter().filter_map(sample));
         }
     }
 
@@ -129,11 +175,16 @@ impl Core {
         self.open_bytes -= job.cost;
         let owner = job.owner;
         let was_write = job.is_write();
+        let (is_read, owed) = (job.is_guest_read(), job.owed);
         if was_write && !self.held_reads.is_empty() {
             self.release_held(job_id);
         }
+        let answered = result.is_ok();
         if let Owner::Guest { req, piece } = owner {
             self.piece_settled(req, piece, result);
+        }
+        if is_read {
+            self.read_settled(job_id, answered, owed);
         }
         self.retire(job_id);
         self.admit_waiting();
@@ -148,7 +199,11 @@ impl Core {
         payload: Bytes,
     ) {
         let Some(job) = self.jobs.get(job_id) else { return };
-        let Op::Read { range, mode } = job.op else { return };
+        let Op::Read { range, mut mode } = job.op else { return };
+        if mode == ReadMode::Data && !job.readers.contains(id) {
+            mode = ReadMode::Contexts;
+        }
+        let is_witness = job.is_witness(id);
         let answered = job.settled || job.read.as_ref().is_none_or(|read| read.answer.is_some());
         if ok && states.len() != range.count as usize {
             self.leave(id, format!("it answered a read of {} blocks with {}", range.count, states.len()));
@@ -156,14 +211,14 @@ impl Core {
         }
         // A late answer is of no use to the guest, but a bad copy is found all the same.
         if ok && let Some(data) = check_whole(&states, &payload, mode) {
-            if !answered {
+            if !answered && !is_witness {
                 self.answer(job_id, AnswerBlocks { states, data });
             }
             return;
         }
         let partial = PartialAnswer { replica: id, ..sort_out(states, &payload, ok, range, mode) };
         self.note_bad_copy(id, range, &partial);
-        if answered {
+        if answered || is_witness {
             return;
         }
         let Some(read) = self.jobs.get_mut(job_id).and_then(|job| job.read.as_mut()) else { return };

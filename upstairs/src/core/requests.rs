@@ -22,6 +22,7 @@ use super::Core;
 use super::api::{Action, GuestError, GuestId, GuestOp, GuestReply, Segment, StatusExtent, Time};
 use super::jobs::{AnswerBlocks, Owner, ReqKey, pieces};
 use super::kept::Kept;
+use super::reads::Urgency;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 /// Jobs without payload that one request may have under way: a 4 GiB trim must not fill the volume's bound by itself.
@@ -198,6 +199,7 @@ impl Core {
             GuestOp::Zero { .. } | GuestOp::Trim { .. } | GuestOp::Flush | GuestOp::BlockStatus { .. } => 0,
         };
         self.is_serving()
+            && (self.open_jobs == 0 || self.now >= self.admit_at)
             && (self.open_jobs == 0
                 || (self.open_jobs < limits.volume_jobs && self.open_bytes + bytes <= limits.volume_bytes))
     }
@@ -220,7 +222,29 @@ impl Core {
         }
     }
 
+    /// When the next request may be admitted, if it waits for that.
+    pub(super) fn admission_deadline(&self) -> Option<Time> {
+        let waits = !self.requests.queue.is_empty() && self.open_jobs > 0 && self.is_serving();
+        (waits && self.admit_at > self.now).then_some(self.admit_at)
+    }
+
+    /// Slows the guest down before the bound would stop it: the fuller the volume, the longer until the next request.
+    fn slow_down(&mut self, jobs: usize, bytes: usize) {
+        let limits = &self.config.limits;
+        let share = |part: usize, bound: usize| part as f64 / bound.max(1) as f64;
+        let fill = share(self.open_jobs, limits.volume_jobs).max(share(self.open_bytes, limits.volume_bytes));
+        let over = ((fill - 0.5) * 2.0).clamp(0.0, 1.0);
+        let share = share(jobs, limits.volume_jobs).max(share(bytes, limits.volume_bytes)).clamp(0.0, 1.0);
+        self.admit_at = self.now.after(limits.slowing.mul_f64(share * over * over));
+    }
+
     fn start(&mut self, guest: GuestId, op: GuestOp) {
+        let (jobs, bytes) = (self.open_jobs, self.open_bytes);
+        self.send_request(guest, op);
+        self.slow_down(self.open_jobs.saturating_sub(jobs), self.open_bytes.saturating_sub(bytes));
+    }
+
+    fn send_request(&mut self, guest: GuestId, op: GuestOp) {
         match op {
             GuestOp::Read { offset, length } => self.start_read(guest, offset, u64::from(length)),
             GuestOp::BlockStatus { offset, length } => self.start_status(guest, offset, length),
@@ -266,10 +290,15 @@ impl Core {
     }
 
     fn send_piece(&mut self, key: ReqKey, op: Op, payload: Bytes, piece: u32) {
+        let mut urgency = Urgency::AtOnce;
         if let Some(request) = self.requests.get_mut(key) {
             request.open += 1;
+            // An edge is read for the sake of a write.
+            if matches!(request.kind, Kind::Read { .. }) {
+                urgency = Urgency::Throttled;
+            }
         }
-        self.send_guest_job(op, payload, Owner::Guest { req: key, piece });
+        self.send_guest_job(op, payload, Owner::Guest { req: key, piece }, urgency);
     }
 
     fn start_read(&mut self, guest: GuestId, offset: u64, length: u64) {

@@ -5,9 +5,10 @@ use std::time::Duration;
 use newel_protocol::BLOCK_BYTES;
 
 use super::api::ReplicaId;
+use super::config::ReadPolicy;
 use super::replica::{CatchUpStage, Link, Replica, Role};
 use super::resync::Progress;
-use super::status::{CatchUpStatus, DelayStatus, HealthStatus, ReplicaStatus, Status};
+use super::status::{CatchUpStatus, DelayStatus, HealthStatus, ReadsStatus, ReplicaStatus, Status};
 use super::{Core, Phase};
 
 impl Core {
@@ -28,6 +29,24 @@ impl Core {
             membership_epoch: self.membership.epoch,
             scrub: self.scrub.status(self.now),
             reactor: DelayStatus::default(),
+            reads: self.reads_status(),
+        }
+    }
+
+    fn reads_status(&self) -> ReadsStatus {
+        let policy = match self.config.reads.policy {
+            ReadPolicy::Fanout => "fanout",
+            ReadPolicy::Witness => "witness",
+        };
+        ReadsStatus {
+            policy: policy.into(),
+            cancel: self.config.reads.cancel,
+            throttle_enabled: self.config.throttle.enabled,
+            throttled: self.throttle.is_on(),
+            cause: self.told.cause.clone(),
+            times_throttled: self.told.times,
+            waiting: self.throttle.gated(),
+            waiting_us: to_us(self.throttle.gated_for(self.now)),
         }
     }
 
@@ -53,7 +72,9 @@ impl Core {
             last_reply_us: replica.times.last_us,
             mean_reply_us: replica.times.mean_us(),
             lead_us: replica.times.lead_us(),
-            read_delay_us: 0,
+            read_delay_us: to_us(self.throttle.held_for(self.now, replica.id)),
+            read_lead_us: self.throttle.lead(self.now, replica.id).map(to_us),
+            faults: replica.faults.clone(),
             catch_up: self.catch_up_status(replica),
             last_catch_up: replica.last_catch_up.map(|copied| catch_up_of(copied, None)),
             reconnects: replica.reconnects,

@@ -23,6 +23,7 @@ pub struct Status {
     pub scrub: ScrubStatus,
     /// How late the reactor of the upstairs itself was.
     pub reactor: DelayStatus,
+    pub reads: ReadsStatus,
 }
 
 /// Delays since the start of a process, and the one that stood out.
@@ -93,6 +94,24 @@ impl HealthStatus {
     }
 }
 
+/// How reads are sent, see the README.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ReadsStatus {
+    /// `fanout` or `witness`.
+    pub policy: String,
+    pub cancel: bool,
+    pub throttle_enabled: bool,
+    /// True while reads to the fastest replicas are delayed.
+    pub throttled: bool,
+    /// Why, if they are.
+    pub cause: Option<String>,
+    /// How often that began.
+    pub times_throttled: u64,
+    /// Reads that were sent to no replica yet, and how long the oldest has waited.
+    pub waiting: usize,
+    pub waiting_us: u64,
+}
+
 /// The pass under way, or the last one.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ScrubStatus {
@@ -131,7 +150,12 @@ pub struct ReplicaStatus {
     pub mean_reply_us: Option<u64>,
     /// How much earlier than the slowest it answers, smoothed.
     pub lead_us: Option<u64>,
+    /// How much later than the slowest it gets reads, and how long they have waited before.
     pub read_delay_us: u64,
+    /// How much earlier than the slowest it answers reads, from when each was sent there: what the throttle goes by.
+    pub read_lead_us: Option<u64>,
+    /// Faults put in on purpose, while there are any.
+    pub faults: Option<String>,
     pub catch_up: Option<CatchUpStatus>,
     /// What the last one copied, once the replica was active again.
     pub last_catch_up: Option<CatchUpStatus>,

@@ -18,7 +18,7 @@ use super::Core;
 use super::api::{
     Action, Event, GuestError, GuestId, GuestOp, GuestReply, LinkId, ReplicaId, Segment, StopReason, Time,
 };
-use super::config::{CoreConfig, Limits, Timing};
+use super::config::{CoreConfig, Limits, Reads, ThrottleConfig, Timing};
 
 pub(super) const BLOCKS: u64 = 2500;
 pub(super) const MS: u64 = 1_000_000;
@@ -192,24 +192,31 @@ pub(super) struct World {
     pub(super) replaced: Option<Result<(), String>>,
 }
 
+pub(super) fn config() -> CoreConfig {
+    CoreConfig {
+        min_replicas: 2,
+        volume: Uuid::from_u128(99),
+        upstairs: Uuid::from_u128(100),
+        takeover: false,
+        blocks: None,
+        limits: Limits {
+            volume_jobs: 32,
+            volume_bytes: 4 << 20,
+            replica_jobs: 64,
+            replica_bytes: 16 << 20,
+            waiting: 9,
+            slowing: Duration::ZERO,
+        },
+        timing: Timing::default(),
+        throttle: ThrottleConfig::default(),
+        reads: Reads::default(),
+        heal: true,
+    }
+}
+
 impl World {
     pub(super) fn new() -> Self {
-        Self::with(CoreConfig {
-            volume: Uuid::from_u128(99),
-            upstairs: Uuid::from_u128(100),
-            takeover: false,
-            blocks: None,
-            limits: Limits {
-                volume_jobs: 32,
-                volume_bytes: 4 << 20,
-                replica_jobs: 64,
-                replica_bytes: 16 << 20,
-                waiting: 9,
-            },
-            timing: Timing::default(),
-            heal: true,
-            min_replicas: 2,
-        })
+        Self::with(config())
     }
 
     pub(super) fn with(config: CoreConfig) -> Self {
@@ -280,6 +287,14 @@ impl World {
             self.drain_actions();
         }
         true
+    }
+
+    /// Connections come and go; no replica says anything.
+    pub(super) fn settle_events(&mut self) {
+        while let Some(event) = self.events.pop_front() {
+            self.core.handle(Time(self.now), event);
+            self.drain_actions();
+        }
     }
 
     pub(super) fn settle(&mut self) {

@@ -12,7 +12,7 @@ use uuid::Uuid;
 use super::nbd::ListenAddr;
 use crate::core::QUORUM;
 use crate::core::api::ReplicaId;
-use crate::core::config::{CoreConfig, Limits, Timing};
+use crate::core::config::{CoreConfig, Limits, ReadPolicy, Reads, ThrottleConfig, Timing};
 
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct RunArgs {
@@ -43,6 +43,21 @@ pub(crate) struct RunArgs {
     /// Allow listening and connecting in plain text where other hosts can listen in
     #[arg(long)]
     allow_plaintext: bool,
+    /// Who is asked for the data of a read: all replicas, or one and the others for their contexts [default: fanout]
+    #[arg(long, value_enum, value_name = "POLICY")]
+    read_policy: Option<Policy>,
+    /// Tell the other replicas once a read is answered, so that they drop it if it is still queued there [default: false]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    cancel_reads: Option<bool>,
+    /// Whether reads are delayed once a replica answers them long before the slowest [default: true]
+    #[arg(long = "throttle", value_name = "BOOL", action = clap::ArgAction::Set)]
+    throttle_enabled: Option<bool>,
+    /// How much earlier the fastest replica may answer reads than the slowest [default: 10ms]
+    #[arg(long, value_name = "TIME")]
+    throttle_lead: Option<String>,
+    /// The longest time for which the throttle keeps a read back [default: 1s]
+    #[arg(long, value_name = "TIME")]
+    throttle_max_delay: Option<String>,
     /// What to log, e.g. info, debug, newel_upstairs=debug
     #[arg(long, value_name = "FILTER")]
     log: Option<String>,
@@ -64,6 +79,10 @@ struct File {
     limits: LimitsTable,
     #[serde(default)]
     timing: TimingTable,
+    #[serde(default)]
+    throttle: ThrottleTable,
+    read_policy: Option<Policy>,
+    cancel_reads: Option<bool>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -74,6 +93,21 @@ struct LimitsTable {
     replica_jobs: Option<usize>,
     replica_bytes: Option<usize>,
     waiting: Option<usize>,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+enum Policy {
+    Fanout,
+    Witness,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ThrottleTable {
+    enabled: Option<bool>,
+    lead: Option<String>,
+    max_delay: Option<String>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -129,6 +163,11 @@ impl Config {
         if volume.is_nil() {
             bail!("--volume-id {volume}: the nil UUID stands for no volume");
         }
+        let throttle = ThrottleTable {
+            enabled: args.throttle_enabled.or(file.throttle.enabled),
+            lead: args.throttle_lead.or(file.throttle.lead),
+            max_delay: args.throttle_max_delay.or(file.throttle.max_delay),
+        };
         Ok(Self {
             replicas: three(replicas)?,
             listen: listen(args.listen, file.listen)?,
@@ -146,6 +185,14 @@ impl Config {
                 blocks: None,
                 limits: file.limits.check()?,
                 timing: file.timing.check()?,
+                throttle: throttle.check()?,
+                reads: Reads {
+                    policy: match args.read_policy.or(file.read_policy) {
+                        Some(Policy::Witness) => ReadPolicy::Witness,
+                        Some(Policy::Fanout) | None => ReadPolicy::Fanout,
+                    },
+                    cancel: args.cancel_reads.or(file.cancel_reads).unwrap_or(false),
+                },
                 heal: true,
                 min_replicas: min_replicas(args.min_replicas.or(file.min_replicas))?,
             },
@@ -216,6 +263,7 @@ impl LimitsTable {
             replica_jobs: self.replica_jobs.unwrap_or(defaults.replica_jobs),
             replica_bytes: self.replica_bytes.unwrap_or(defaults.replica_bytes),
             waiting: self.waiting.unwrap_or(defaults.waiting),
+            slowing: defaults.slowing,
         };
         // A replica holds up to 32768 jobs and 256 MiB of a session; what the volume has open must fit in, with room.
         let bounds = [
@@ -231,6 +279,22 @@ impl LimitsTable {
             }
         }
         Ok(limits)
+    }
+}
+
+impl ThrottleTable {
+    fn check(&self) -> Result<ThrottleConfig> {
+        let d = ThrottleConfig::default();
+        let within = |key: &str, text: Option<&str>, default: Duration, high: Duration| {
+            text.map_or(Ok(default), |text| {
+                duration_within(&format!("throttle.{key}"), text, Duration::from_millis(1), high)
+            })
+        };
+        Ok(ThrottleConfig {
+            enabled: self.enabled.unwrap_or(d.enabled),
+            lead: within("lead", self.lead.as_deref(), d.lead, LEAD_MAX)?,
+            max_delay: within("max_delay", self.max_delay.as_deref(), d.max_delay, MAX_DELAY_MAX)?,
+        })
     }
 }
 
@@ -254,7 +318,7 @@ impl TimingTable {
             scrub_every: match self.scrub_every.as_deref() {
                 None => d.scrub_every,
                 Some("never") => None,
-                Some(text) => Some(duration_within("scrub_every", text, SCRUB_MIN, SCRUB_MAX)?),
+                Some(text) => Some(duration_within("timing.scrub_every", text, SCRUB_MIN, SCRUB_MAX)?),
             },
         };
         if timing.silence < timing.ping_every {
@@ -268,20 +332,24 @@ impl TimingTable {
 
 /// The longest time that any of these makes sense for.
 const DURATION_MAX: Duration = Duration::from_secs(24 * 3600);
+/// A replica that is later than this is not slow, but about to leave.
+const LEAD_MAX: Duration = Duration::from_secs(1);
+const MAX_DELAY_MAX: Duration = Duration::from_secs(10);
 /// A scrub that begins anew every few seconds is a mistake, and one in more than a year is none at all.
 const SCRUB_MIN: Duration = Duration::from_secs(60);
 const SCRUB_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
 
 fn duration(key: &str, text: Option<&str>, default: Duration) -> Result<Duration> {
-    text.map_or(Ok(default), |text| duration_within(key, text, Duration::from_millis(1), DURATION_MAX))
+    let key = format!("timing.{key}");
+    text.map_or(Ok(default), |text| duration_within(&key, text, Duration::from_millis(1), DURATION_MAX))
 }
 
 fn duration_within(key: &str, text: &str, low: Duration, high: Duration) -> Result<Duration> {
-    let value = humantime::parse_duration(text)
-        .with_context(|| format!("timing.{key} = {text:?}: write e.g. \"500ms\""))?;
+    let value =
+        humantime::parse_duration(text).with_context(|| format!("{key} = {text:?}: write e.g. \"500ms\""))?;
     if value < low || value > high {
         let (low, high) = (humantime::format_duration(low), humantime::format_duration(high));
-        bail!("timing.{key} = {text:?}: it must lie between {low} and {high}");
+        bail!("{key} = {text:?}: it must lie between {low} and {high}");
     }
     Ok(value)
 }
@@ -315,6 +383,8 @@ mod tests {
         fails("[limits]\nvolume_jobs = 0\n", "limits.volume_jobs = 0");
         fails("[timing]\nsilence = \"soon\"\n", "timing.silence = \"soon\"");
         fails("[timing]\nsilence = \"10ms\"\n", "shorter than timing.ping_every");
+        fails("[throttle]\nlead = \"0s\"\n", "throttle.lead = \"0s\"");
+        fails("[throttle]\nlag = \"1s\"\n", "unknown field `lag`");
     }
 
     #[test]

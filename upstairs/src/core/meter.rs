@@ -1,0 +1,128 @@
+//! One replica's reads: what is under way there, and at which rate it answers.
+//!
+//! Invariants:
+//! - The rate counts only time in which there was something to read.
+//! - A pause much longer than the usual time between answers begins the measurement anew.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use super::api::Time;
+
+/// The rate is taken over so many marks, each at least so far from the one before.
+const MARKS: usize = 20;
+const MARK_EVERY: Duration = Duration::from_millis(10);
+/// A pause is one that lasts so many times the usual, and at least so long.
+const PAUSE: f64 = 8.0;
+const PAUSE_MIN: Duration = Duration::from_millis(50);
+/// Weight of a new sample in the usual time between answers.
+const SMOOTHING: f64 = 1.0 / 8.0;
+/// Answering so much more than what comes in is catching up.
+const CATCHING_UP: f64 = 1.1;
+
+#[derive(Debug, Default)]
+pub(super) struct Meter {
+    jobs: usize,
+    cost: u64,
+    /// Since when it has something to read.
+    busy_since: Option<Time>,
+    /// The last moment at which it had nothing.
+    idle_at: Time,
+    sums: Mark,
+    last_done: Time,
+    /// Seconds between answers.
+    spacing: f64,
+    marks: VecDeque<Mark>,
+}
+
+/// Sums since the start, at some moment.
+#[derive(Clone, Copy, Debug, Default)]
+struct Mark {
+    at: Time,
+    sent: u64,
+    done: u64,
+    busy: Duration,
+}
+
+impl Meter {
+    pub(super) fn jobs(&self) -> usize {
+        self.jobs
+    }
+
+    pub(super) fn sent(&mut self, now: Time, cost: u64) {
+        self.jobs += 1;
+        self.cost += cost;
+        self.sums.sent += cost;
+        if self.busy_since.is_none() {
+            self.busy_since = Some(now);
+            self.idle_at = now;
+        }
+    }
+
+    pub(super) fn done(&mut self, now: Time, cost: u64) {
+        self.jobs = self.jobs.saturating_sub(1);
+        self.cost = self.cost.saturating_sub(cost);
+        let Some(since) = self.busy_since else { return };
+        let idle_until = since.max(self.last_done);
+        let gap = now.since(idle_until).as_secs_f64();
+        if gap > (self.spacing * PAUSE).max(PAUSE_MIN.as_secs_f64()) {
+            self.marks.clear();
+        }
+        self.spacing += (gap - self.spacing) * SMOOTHING;
+        self.sums.done += cost;
+        self.sums.busy += now.since(since);
+        self.sums.at = now;
+        self.last_done = now;
+        self.busy_since = (self.jobs > 0).then_some(now);
+        if self.marks.back().is_none_or(|mark| now.since(mark.at) >= MARK_EVERY) {
+            self.marks.push_back(self.sums);
+            if self.marks.len() > MARKS {
+                self.marks.pop_front();
+            }
+        }
+    }
+
+    /// How long it has had something to read without a pause.
+    pub(super) fn busy_for(&self, now: Time) -> Duration {
+        if self.jobs > 0 { now.since(self.idle_at) } else { Duration::ZERO }
+    }
+
+    /// Cost per second of busy time, once that has been seen for long enough.
+    pub(super) fn rate(&self) -> Option<f64> {
+        let from = self.marks.front().filter(|mark| self.sums.at.since(mark.at) >= MARK_EVERY)?;
+        let busy = (self.sums.busy - from.busy).as_secs_f64();
+        let done = self.sums.done - from.done;
+        #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+        (busy > 0.0 && done > 0).then(|| done as f64 / busy)
+    }
+
+    /// How long what it has will take it.
+    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+    pub(super) fn wait(&self) -> Option<Duration> {
+        let seconds = self.cost as f64 / self.rate()?;
+        Duration::try_from_secs_f64(seconds).ok()
+    }
+
+    /// True unless it is known to answer more than what comes in.
+    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+    pub(super) fn falls_behind(&self) -> bool {
+        let Some(from) = self.marks.front().filter(|mark| self.sums.at.since(mark.at) >= MARK_EVERY) else {
+            return false;
+        };
+        let (done, sent) = (self.sums.done - from.done, self.sums.sent - from.sent);
+        (done as f64) < sent as f64 * CATCHING_UP
+    }
+
+    /// When a replica that has something to read counts as stopped.
+    pub(super) fn silent_at(&self, least: Duration) -> Option<Time> {
+        let since = self.busy_since?.max(self.last_done);
+        let usual = Duration::try_from_secs_f64(self.spacing * PAUSE).unwrap_or_default();
+        Some(since.after(least.max(usual)))
+    }
+
+    /// The rate of another time says nothing any more; what is under way is.
+    pub(super) fn forget(&mut self) {
+        self.marks.clear();
+        self.spacing = 0.0;
+    }
+}

@@ -1,0 +1,120 @@
+//! When a guest's read is sent to which replica: at once to all, as the throttle says, or to one and its witnesses.
+//!
+//! Invariants:
+//! - A read that the throttle keeps back is sent in the end, or settled before.
+//! - What answers nobody any more is cancelled only after it was settled.
+
+use bytes::Bytes;
+use newel_protocol::JobId;
+use newel_protocol::wire::Request;
+
+use super::Core;
+use super::api::{LogLevel, ReplicaSet, Time};
+use super::config::ReadPolicy;
+use super::throttle::Change;
+
+/// Throttling that comes and goes is told of once in this time.
+const QUIET: std::time::Duration = std::time::Duration::from_secs(10);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Urgency {
+    AtOnce,
+    /// When the throttle allows it.
+    Throttled,
+}
+
+/// What the log was told of throttling.
+#[derive(Debug, Default)]
+pub(super) struct Told {
+    began: Option<Time>,
+    last: Option<Time>,
+    pub(super) times: u64,
+    /// The latest reason, for the status.
+    pub(super) cause: Option<String>,
+}
+
+impl Core {
+    pub(super) fn send_read(&mut self, id: JobId, urgency: Urgency) {
+        let active = self.active();
+        match self.config.reads.policy {
+            ReadPolicy::Witness if active.len() > 1 => self.send_witnessed(id, active),
+            ReadPolicy::Fanout if urgency == Urgency::Throttled && !self.throttle.is_idle() => {
+                self.throttle.offer(self.now, id, active);
+                self.send_paced();
+            }
+            ReadPolicy::Fanout | ReadPolicy::Witness => self.send_job(id, active),
+        }
+    }
+
+    /// Sends what the throttle gives out.
+    pub(super) fn send_paced(&mut self) {
+        if self.throttle.is_idle() {
+            return;
+        }
+        while let Some((id, replicas)) = self.throttle.poll(self.now) {
+            let active = self.active();
+            let Some(job) = self.jobs.get(id) else { continue };
+            let mut targets = replicas.and(active);
+            for replica in active.iter().filter(|replica| job.replied[replica.index()].is_some()) {
+                targets.remove(replica);
+            }
+            if let Some(read) = &job.read {
+                targets = targets.without(read.failed);
+            }
+            if !job.settled {
+                self.send_job(id, targets);
+            }
+        }
+    }
+
+    /// A read has its answer, or none is to come. `owed` are those that have not answered.
+    pub(super) fn read_settled(&mut self, id: JobId, answered: bool, owed: ReplicaSet) {
+        self.witness.settled(id);
+        let waited = if self.throttle.is_idle() || self.throttle.is_gated(id) {
+            self.throttle.take(id);
+            ReplicaSet::EMPTY
+        } else {
+            self.throttle.take(id)
+        };
+        if self.config.reads.cancel {
+            if !owed.is_empty() {
+                self.send(owed, Request::Cancel { job: id }, Bytes::new());
+            }
+        } else if answered {
+            // The slowest was first: how long the others take says how much their delay is too long.
+            let targets = waited.and(self.active());
+            self.send_job(id, targets);
+        }
+    }
+
+    /// Tells the operator when throttling begins and ends, and why.
+    pub(super) fn tell_throttle(&mut self) {
+        let Some(change) = self.throttle.take_change() else { return };
+        let now = self.now;
+        match change {
+            Change::Began { fastest, slowest, lead } => {
+                let slow = self.replica(slowest);
+                let cause = format!(
+                    "replica {fastest} answers reads {} ms before replica {slowest}, which owes {} jobs ({} bytes)",
+                    lead.as_millis(),
+                    slow.queue_jobs,
+                    slow.queue_bytes
+                );
+                self.told.times += 1;
+                self.told.cause = Some(cause.clone());
+                if self.told.last.is_none_or(|last| now.since(last) >= QUIET) {
+                    self.told.last = Some(now);
+                    self.told.began = Some(now);
+                    self.log(LogLevel::Info, format!("reads are throttled: {cause}"));
+                }
+            }
+            Change::Ended => {
+                self.told.cause = None;
+                if let Some(began) = self.told.began.take() {
+                    let ms = now.since(began).as_millis();
+                    self.log(LogLevel::Info, format!("reads are not throttled any more, after {ms} ms"));
+                }
+            }
+        }
+    }
+}
