@@ -11,6 +11,7 @@
 //!
 //! Files: [`jobs`] the table, [`requests`] from guest requests to jobs and back, [`kept`] what of them is settled, [`replies`] from replica replies to
 //! acknowledgements, [`links`] connections and leaving, [`activation`] a new generation, [`resync`] making replicas equal, [`decide`] which copy is right,
+//! [`reads`] which replica gets a read when, [`throttle`] and [`meter`] so that none is left behind, [`witness`] reads that cost one disk,
 //! [`catchup`] a joiner's way to Active, [`pace`] how fast, [`replace`] a new region in a slot, [`heal`] bad blocks, [`scrub`] finding them.
 
 pub mod api;
