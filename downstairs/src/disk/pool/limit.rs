@@ -1,7 +1,8 @@
 //! How much a lane hands to the kernel at once, learnt from how the kernel takes it.
 //!
 //! Invariants:
-//! - Never below 1 nor above `most`.
+//! - Never below an eighth of what it began with, nor above `most`. A queue that is shared is full of what others do, too: whoever gave way
+//!   to them without end would fall ever further behind them.
 //! - A submission that slept lowers the limit at once, by a quarter at least. It rises again by one at a time, and only while it is what
 //!   holds requests back: quickly up to where the kernel last slept; from there the more seldom the more often that was tried in vain,
 //!   until it went well for as long.
@@ -23,6 +24,7 @@ const MAX_BATCH: usize = 64;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Limit {
     limit: usize,
+    least: usize,
     most: usize,
     batch: usize,
     /// The lowest limit at which the kernel lately slept.
@@ -36,7 +38,8 @@ impl Limit {
     pub(super) fn new(guess: Option<usize>, most: usize) -> Self {
         let most = most.max(1);
         let limit = guess.unwrap_or(most).clamp(1, most);
-        Self { limit, most, batch: MAX_BATCH, slept_at: None, clean: 0, probe_after: PROBE_AFTER }
+        let least = (limit / 8).max(1);
+        Self { limit, least, most, batch: MAX_BATCH, slept_at: None, clean: 0, probe_after: PROBE_AFTER }
     }
 
     pub(super) fn value(&self) -> usize {
@@ -74,7 +77,7 @@ impl Limit {
             self.probe_after = (self.probe_after * 2).min(MAX_PROBE_AFTER);
         }
         self.slept_at = Some(reached.min(self.slept_at.unwrap_or(usize::MAX)));
-        self.limit = (reached - (reached / 4).max(1)).max(1);
+        self.limit = (reached - (reached / 4).max(1)).max(self.least);
         self.clean = 0;
     }
 
@@ -124,10 +127,20 @@ mod tests {
             assert!(found <= depth + 1 && found * 4 >= depth * 3, "{depth}: {found}");
         };
         check(Some(4), 4, 20);
-        check(Some(128), 4, 40);
-        check(None, 1, 40);
+        check(Some(32), 4, 40);
+        check(Some(8), 1, 40);
         check(None, 63, 60);
         check(Some(32), 63, 60);
+    }
+
+    #[test]
+    fn others_on_the_same_device_do_not_press_it_down_to_nothing() {
+        let mut limit = Limit::new(Some(256), 128);
+        for _ in 0..10_000 {
+            // Whatever it adds, the queue is full of what others have added.
+            limit.learn(2, limit.room(2), true);
+        }
+        assert_eq!(limit.value(), 16);
     }
 
     #[test]
@@ -142,8 +155,8 @@ mod tests {
     #[test]
     fn it_recovers_when_the_device_does() {
         let mut limit = Limit::new(None, 64);
-        run(&mut limit, 3, 1000);
-        assert!(limit.value() <= 4);
+        run(&mut limit, 8, 1000);
+        assert!(limit.value() <= 9);
         run(&mut limit, 1000, 400_000);
         assert_eq!(limit.value(), 64);
     }
