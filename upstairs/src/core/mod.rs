@@ -231,7 +231,17 @@ impl Core {
         self.requests.waiting() < self.config.limits.waiting
     }
 
+    /// Does what is due. A replica that leaves over it may make more due, at once.
     fn on_time(&mut self) {
+        for _ in 0..=ReplicaId::COUNT {
+            self.do_what_is_due();
+            if self.poll_deadline().is_none_or(|deadline| deadline > self.now) {
+                return;
+            }
+        }
+    }
+
+    fn do_what_is_due(&mut self) {
         for replica in ReplicaId::ALL {
             self.check_link_time(replica);
         }
