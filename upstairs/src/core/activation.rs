@@ -367,12 +367,7 @@ impl Core {
     }
 
     fn send_open_jobs(&mut self) {
-        let now = self.now;
         for id in self.jobs.ids(|job| !job.settled && job.is_guest_change()) {
-            if let Some(job) = self.jobs.get_mut(id) {
-                // What it waited for was the quorum, and no replica's fault.
-                job.issued = now;
-            }
             self.send_job(id, self.active());
         }
     }

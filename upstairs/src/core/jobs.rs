@@ -108,7 +108,6 @@ pub(super) struct Job {
     /// Bytes this job counts for in every bound.
     pub(super) cost: usize,
     pub(super) owner: Owner,
-    pub(super) issued: Time,
     /// Connected replicas that have it and have not replied.
     pub(super) owed: ReplicaSet,
     /// Replicas that executed it, in whatever role.
@@ -297,7 +296,6 @@ mod tests {
             payload: Bytes::new(),
             cost: 1,
             owner: Owner::Nobody,
-            issued: Time(0),
             owed: ReplicaSet::EMPTY,
             done: ReplicaSet::EMPTY,
             counted: ReplicaSet::EMPTY,

@@ -71,7 +71,6 @@ impl Core {
         replica.welcome = Some(welcome);
         replica.link = Link::Greeted;
         replica.start_pings(now);
-        replica.up_since = now;
         self.join_if_greeted(id);
     }
 
@@ -287,7 +286,7 @@ impl Core {
             return None;
         }
         let oldest = self.jobs.owed_by(id).find(|job| job.settled)?;
-        Some(oldest.issued.max(self.replica(id).up_since).after(self.config.timing.job_age))
+        Some(oldest.sent[id.index()].after(self.config.timing.job_age))
     }
 
     /// True if a quorum of other replicas is Active.

@@ -364,7 +364,6 @@ impl Core {
             op,
             payload,
             owner,
-            issued: self.now,
             owed: ReplicaSet::EMPTY,
             done: ReplicaSet::EMPTY,
             counted: ReplicaSet::EMPTY,

@@ -81,8 +81,6 @@ pub(super) struct Replica {
     pub(super) last_heard: Time,
     ping: Ping,
     backoff: Duration,
-    /// Since when its link carries jobs: what is older was sent to it then.
-    pub(super) up_since: Time,
     /// Since when it is Active, to tell a link that held from one that flaps.
     pub(super) active_since: Option<Time>,
     /// Why it isn't Active.
@@ -125,7 +123,6 @@ impl Replica {
             last_heard: now,
             ping: Ping::default(),
             backoff: Duration::ZERO,
-            up_since: now,
             active_since: None,
             reason: None,
             sessions: 0,
