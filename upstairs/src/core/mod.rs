@@ -231,29 +231,20 @@ impl Core {
         self.requests.waiting() < self.config.limits.waiting
     }
 
-    /// Does what is due. A replica that leaves over it may make more due, at once.
+    /// What sends guests' jobs goes first: a replica that leaves over it may make due what follows.
     fn on_time(&mut self) {
-        for _ in 0..=ReplicaId::COUNT {
-            self.do_what_is_due();
-            if self.poll_deadline().is_none_or(|deadline| deadline > self.now) {
-                return;
-            }
-        }
-    }
-
-    fn do_what_is_due(&mut self) {
         for replica in ReplicaId::ALL {
             self.check_link_time(replica);
         }
+        self.check_late_reads();
+        self.admit_waiting();
+        self.send_paced();
         self.check_activation();
         self.check_replace();
         self.check_quorum_timeout();
         self.check_stopping();
         self.check_scrub();
         self.check_pace();
-        self.check_late_reads();
-        self.admit_waiting();
-        self.send_paced();
         self.tell_throttle();
     }
 
