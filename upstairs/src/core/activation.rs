@@ -197,11 +197,7 @@ impl Core {
         let last_active = |id: ReplicaId| self.replica(id).welcome.as_ref().map(|w| w.last_active);
         let participants = self.participants();
         let top = participants.iter().filter_map(last_active).max();
-        let mut set = ReplicaSet::EMPTY;
-        for id in participants.iter().filter(|&id| last_active(id) == top) {
-            set.insert(id);
-        }
-        set
+        participants.iter().filter(|&id| last_active(id) == top).collect()
     }
 
     fn start_reconcile(&mut self) {

@@ -84,6 +84,14 @@ impl ReplicaSet {
     }
 }
 
+impl FromIterator<ReplicaId> for ReplicaSet {
+    fn from_iter<I: IntoIterator<Item = ReplicaId>>(replicas: I) -> Self {
+        let mut set = Self::EMPTY;
+        replicas.into_iter().for_each(|replica| set.insert(replica));
+        set
+    }
+}
+
 /// One connection attempt to a replica; anything that arrives under an older one is ignored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LinkId(pub u64);

@@ -95,17 +95,9 @@ impl Core {
     }
 
     pub(super) fn pump_resync(&mut self, subject: Option<ReplicaId>) {
-        if subject.is_some() {
-            self.pace.set_copying(self.now, true);
-            let granted = self.pace.grant(self.now);
-            if let Some(resync) = self.resync_mut(subject) {
-                resync.grant(granted);
-            }
-            self.send_steps(subject);
-            let left = self.resync_mut(subject).map_or(0, |resync| resync.left());
-            self.pace.spend(granted, left);
-        } else {
-            self.send_steps(subject);
+        match subject {
+            Some(_) => self.send_paced_steps(subject),
+            None => self.send_steps(subject),
         }
         let Some(resync) = self.resync_mut(subject) else { return };
         let (failure, done) = (resync.failure().map(str::to_owned), resync.is_done());
@@ -140,6 +132,17 @@ impl Core {
             Some(_) => {}
             None => self.pace.set_copying(self.now, false),
         }
+    }
+
+    fn send_paced_steps(&mut self, joiner: Option<ReplicaId>) {
+        self.pace.set_copying(self.now, true);
+        let granted = self.pace.grant(self.now);
+        if let Some(resync) = self.resync_mut(joiner) {
+            resync.grant(granted);
+        }
+        self.send_steps(joiner);
+        let left = self.resync_mut(joiner).map_or(0, |resync| resync.left());
+        self.pace.spend(granted, left);
     }
 
     fn send_steps(&mut self, subject: Option<ReplicaId>) {
@@ -249,7 +252,7 @@ impl Core {
 
     /// The set of Active replicas has grown.
     pub(super) fn count_anew(&mut self) {
-        self.clear_leads();
+        self.clear_leads(None);
         self.serve_if_quorum();
         for job in self.jobs.ids(|job| !job.settled && job.is_guest_change()) {
             self.settle_if_acknowledged(job);

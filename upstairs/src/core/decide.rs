@@ -10,7 +10,6 @@
 //!   is stored without data, so that the block reads as an error until it is written again. What one of three replicas that
 //!   have all kept their power claims alone, and can't show, is not known to have existed: no quorum had executed it, unless
 //!   the context of another one is lost.
-//!
 
 use newel_protocol::{BlockKind, BlockState, Generation, Version};
 
@@ -96,8 +95,7 @@ pub(super) fn reconcile(states: &States, members: ReplicaSet, index: usize, rule
             let own = state_of(states, r, index);
             own.version == state.version && own.crc == state.crc
         };
-        let mut targets = ReplicaSet::EMPTY;
-        members.iter().filter(|&r| !same(r)).for_each(|r| targets.insert(r));
+        let targets: ReplicaSet = members.iter().filter(|&r| !same(r)).collect();
         if targets.is_empty() {
             return Decision::Equal;
         }
@@ -115,10 +113,7 @@ pub(super) fn reconcile(states: &States, members: ReplicaSet, index: usize, rule
         return Decision::Copy { source, targets: members, state, adopt: true };
     }
     let Some((source, winner)) = best else { return Decision::Equal };
-    let mut targets = ReplicaSet::EMPTY;
-    for replica in members.iter().filter(|&r| state_of(states, r, index) != winner) {
-        targets.insert(replica);
-    }
+    let targets: ReplicaSet = members.iter().filter(|&r| state_of(states, r, index) != winner).collect();
     if targets.is_empty() {
         return Decision::Equal;
     }
@@ -179,10 +174,7 @@ mod tests {
     /// What is decided of three replicas in these states: the source, and if its data are adopted.
     fn among(complete: bool, states: [BlockState; 3]) -> Option<(u8, bool)> {
         let states: States = states.map(|state| Some(vec![state]));
-        let members = [0, 1, 2].map(ReplicaId).into_iter().fold(ReplicaSet::EMPTY, |mut set, id| {
-            set.insert(id);
-            set
-        });
+        let members = ReplicaId::ALL.into_iter().collect();
         match reconcile(&states, members, 0, &Reconcile { generation: GENERATION, complete, held: None }) {
             Decision::Equal => None,
             Decision::Copy { source, adopt, .. } => Some((source.0, adopt)),

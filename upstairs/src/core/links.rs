@@ -158,8 +158,7 @@ impl Core {
             let role = if was_active { " (it was active)" } else { "" };
             self.log(level, format!("replica {id} left{role}: {reason}"));
         }
-        self.clear_leads();
-        self.throttle.clear(Some(id));
+        self.clear_leads(Some(id));
         self.catch_up_lost(id);
         self.forget_jobs_of(id);
         self.scrub_lost(id);
@@ -216,11 +215,12 @@ impl Core {
         }
     }
 
-    pub(super) fn clear_leads(&mut self) {
+    /// A replica joined, or this one left.
+    pub(super) fn clear_leads(&mut self, gone: Option<ReplicaId>) {
         for replica in &mut self.replicas {
             replica.times.clear_lead();
         }
-        self.throttle.clear(None);
+        self.throttle.clear(gone);
     }
 
     pub(super) fn note_quorum(&mut self) {

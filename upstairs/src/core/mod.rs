@@ -292,11 +292,7 @@ impl Core {
     }
 
     fn set_of(&self, matches: impl Fn(&Replica) -> bool) -> ReplicaSet {
-        let mut set = ReplicaSet::EMPTY;
-        for replica in self.replicas.iter().filter(|r| matches(r)) {
-            set.insert(replica.id);
-        }
-        set
+        self.replicas.iter().filter(|r| matches(r)).map(|replica| replica.id).collect()
     }
 
     fn active(&self) -> ReplicaSet {

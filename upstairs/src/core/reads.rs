@@ -70,12 +70,7 @@ impl Core {
     /// A read has its answer, or none is to come. `owed` are those that have not answered.
     pub(super) fn read_settled(&mut self, id: JobId, answered: bool, owed: ReplicaSet) {
         self.witness.settled(id);
-        let waited = if self.throttle.is_idle() || self.throttle.is_gated(id) {
-            self.throttle.take(id);
-            ReplicaSet::EMPTY
-        } else {
-            self.throttle.take(id)
-        };
+        let waited = self.throttle.take(id);
         if self.config.reads.cancel {
             if !owed.is_empty() {
                 self.send(owed, Request::Cancel { job: id }, Bytes::new());

@@ -256,7 +256,5 @@ impl Core {
 }
 
 fn others_of(slot: ReplicaId) -> ReplicaSet {
-    let mut others = ReplicaSet::EMPTY;
-    ReplicaId::ALL.into_iter().filter(|&id| id != slot).for_each(|id| others.insert(id));
-    others
+    ReplicaId::ALL.into_iter().filter(|&id| id != slot).collect()
 }

@@ -150,27 +150,13 @@ impl Replica {
     }
 
     pub(super) fn catch_up_ref(&self) -> Option<&CatchUp> {
-        match &self.link {
-            Link::Up(Role::CatchingUp(catch_up)) => Some(catch_up),
-            Link::Down { .. }
-            | Link::Connecting { .. }
-            | Link::Greeting { .. }
-            | Link::Greeted
-            | Link::Promoting { .. }
-            | Link::Up(Role::Activating | Role::Active) => None,
-        }
+        let Link::Up(Role::CatchingUp(catch_up)) = &self.link else { return None };
+        Some(catch_up)
     }
 
     pub(super) fn catch_up(&mut self) -> Option<&mut CatchUp> {
-        match &mut self.link {
-            Link::Up(Role::CatchingUp(catch_up)) => Some(catch_up),
-            Link::Down { .. }
-            | Link::Connecting { .. }
-            | Link::Greeting { .. }
-            | Link::Greeted
-            | Link::Promoting { .. }
-            | Link::Up(Role::Activating | Role::Active) => None,
-        }
+        let Link::Up(Role::CatchingUp(catch_up)) = &mut self.link else { return None };
+        Some(catch_up)
     }
 
     pub(super) fn state_name(&self) -> &'static str {

@@ -445,11 +445,7 @@ mod tests {
         let check = |copies: &[(BlockKind, u64, u32)], good: &[u8], others: &[u8]| {
             let copies: Copies =
                 ReplicaId::ALL.into_iter().zip(copies.iter().map(|&copy| state(copy))).collect();
-            let set = |ids: &[u8]| {
-                let mut set = ReplicaSet::EMPTY;
-                ids.iter().for_each(|&id| set.insert(ReplicaId(id)));
-                set
-            };
+            let set = |ids: &[u8]| ids.iter().map(|&id| ReplicaId(id)).collect::<ReplicaSet>();
             let expected = match (good, others) {
                 ([], []) => Verdict::Equal,
                 ([], _) => Verdict::NoGoodCopy,

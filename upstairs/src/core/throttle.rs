@@ -237,12 +237,11 @@ impl Throttle {
         self.gated.binary_search_by_key(&job, |gated| gated.job).is_ok()
     }
 
-    /// Forgets what this read waits for, and tells which replicas have not got it for that reason.
+    /// Forgets what this read waits for, and tells which replicas have not got it while others have.
     pub(super) fn take(&mut self, job: JobId) -> ReplicaSet {
         let mut waited = ReplicaSet::EMPTY;
         if let Ok(index) = self.gated.binary_search_by_key(&job, |gated| gated.job) {
             self.gated.remove(index);
-            waited = self.active;
         }
         for (replica, due) in ReplicaId::ALL.into_iter().zip(self.waits.remove(&job).unwrap_or_default()) {
             if let Some(due) = due {
@@ -370,16 +369,9 @@ impl Throttle {
 
     /// Everything that waits is to be sent; the sender leaves out whoever is gone.
     fn release(&mut self) {
-        let all = ReplicaId::ALL.into_iter().fold(ReplicaSet::EMPTY, |mut all, id| {
-            all.insert(id);
-            all
-        });
+        let all: ReplicaSet = ReplicaId::ALL.into_iter().collect();
         for (job, waits) in std::mem::take(&mut self.waits) {
-            let mut waited = ReplicaSet::EMPTY;
-            for replica in ReplicaId::ALL.into_iter().filter(|id| waits[id.index()].is_some()) {
-                waited.insert(replica);
-            }
-            self.ready.push_back((job, waited));
+            self.ready.push_back((job, all.iter().filter(|id| waits[id.index()].is_some()).collect()));
         }
         self.delayed.clear();
         self.ready.extend(self.gated.drain(..).map(|gated| (gated.job, all)));

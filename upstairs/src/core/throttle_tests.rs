@@ -177,11 +177,7 @@ impl Model {
     }
 
     fn active(&self) -> ReplicaSet {
-        let mut set = ReplicaSet::EMPTY;
-        for id in ReplicaId::ALL.into_iter().filter(|id| !self.replicas[id.index()].away) {
-            set.insert(id);
-        }
-        set
+        ReplicaId::ALL.into_iter().filter(|id| !self.replicas[id.index()].away).collect()
     }
 
     fn run(mut self, until: u64) -> Vec<Look> {
