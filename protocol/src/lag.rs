@@ -38,6 +38,20 @@ pub struct Delays {
     pub max_us: u32,
 }
 
+impl Delays {
+    /// Those of a histogram that counts in a unit of which so many are a µs.
+    pub fn of(histogram: &Histogram<u64>, units_per_us: u64) -> Self {
+        let us = |value: u64| u32::try_from(value / units_per_us.max(1)).unwrap_or(u32::MAX);
+        Self {
+            count: histogram.len(),
+            p50_us: us(histogram.value_at_quantile(0.5)),
+            p99_us: us(histogram.value_at_quantile(0.99)),
+            p999_us: us(histogram.value_at_quantile(0.999)),
+            max_us: us(histogram.max()),
+        }
+    }
+}
+
 /// One delay that stood out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stall {
@@ -95,7 +109,7 @@ impl std::fmt::Display for Activity {
 
 /// Delays in µs, since the start.
 #[derive(Debug)]
-pub struct DelayHistogram(Histogram<u64>);
+struct DelayHistogram(Histogram<u64>);
 
 impl Default for DelayHistogram {
     fn default() -> Self {
@@ -104,16 +118,12 @@ impl Default for DelayHistogram {
 }
 
 impl DelayHistogram {
-    #[expect(
-        clippy::expect_used,
-        clippy::missing_panics_doc,
-        reason = "constants that the test below makes sure of"
-    )]
-    pub fn new() -> Self {
+    #[expect(clippy::expect_used, reason = "constants that the test below makes sure of")]
+    fn new() -> Self {
         Self(Histogram::new_with_bounds(1, LONGEST_US, DIGITS).expect("the bounds are sound"))
     }
 
-    pub fn record_us(&mut self, delay_us: u64) {
+    fn record_us(&mut self, delay_us: u64) {
         self.0.saturating_record(delay_us);
     }
 
@@ -127,34 +137,27 @@ impl DelayHistogram {
         }
     }
 
-    pub fn delays(&self) -> Delays {
-        let us = |value: u64| u32::try_from(value).unwrap_or(u32::MAX);
-        Delays {
-            count: self.0.len(),
-            p50_us: us(self.0.value_at_quantile(0.5)),
-            p99_us: us(self.0.value_at_quantile(0.99)),
-            p999_us: us(self.0.value_at_quantile(0.999)),
-            max_us: us(self.0.max()),
-        }
+    fn delays(&self) -> Delays {
+        Delays::of(&self.0, 1)
     }
 }
 
 /// The longest of some delays, and when it was.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Longest {
+struct Longest {
     took_ns: u64,
     at_ns: u64,
     during: Activity,
 }
 
 impl Longest {
-    pub fn record(&mut self, now_ns: u64, took_ns: u64, during: Activity) {
+    fn record(&mut self, now_ns: u64, took_ns: u64, during: Activity) {
         if took_ns > self.took_ns {
             *self = Self { took_ns, at_ns: now_ns, during };
         }
     }
 
-    pub fn stall(&self, now_ns: u64) -> Stall {
+    fn stall(&self, now_ns: u64) -> Stall {
         Stall {
             took_us: u32::try_from(self.took_ns / 1_000).unwrap_or(u32::MAX),
             ago_ms: now_ns.saturating_sub(self.at_ns) / 1_000_000,

@@ -5,8 +5,6 @@ use std::time::Duration;
 use newel_protocol::Generation;
 use uuid::Uuid;
 
-use super::fault::Faults;
-
 /// Bounds and times of a replica. The defaults suit a machine with a few GiB of memory.
 #[derive(Clone, Debug)]
 pub struct CoreConfig {
@@ -23,8 +21,6 @@ pub struct CoreConfig {
     pub bytes_max: usize,
     /// Reads at the disk at a time. More would only queue there, where they can't be cancelled.
     pub disk_reads_max: usize,
-    /// Put in on purpose, from the start.
-    pub faults: Faults,
 }
 
 impl Default for CoreConfig {
@@ -36,7 +32,6 @@ impl Default for CoreConfig {
             jobs_max: 32_768,
             bytes_max: 256 << 20,
             disk_reads_max: 128,
-            faults: Faults::default(),
         }
     }
 }

@@ -71,7 +71,6 @@ impl Core {
         config.jobs_max = config.jobs_max.clamp(1, order::MAX_JOBS);
         config.disk_reads_max = config.disk_reads_max.max(1);
         config.connections_max = config.connections_max.max(2);
-        let faults = config.faults.clone();
         let seed = facts.region.as_u64_pair().1;
         let extents = u32::try_from(facts.blocks.div_ceil(u64::from(EXTENT_BLOCKS))).unwrap_or(u32::MAX);
         let activity = ActivityLog::new(
@@ -93,7 +92,7 @@ impl Core {
             activity,
             flusher: Flusher::new(),
             internal: Internal::default(),
-            fault: FaultStage::new(faults, seed),
+            fault: FaultStage::new(Faults::default(), seed),
             next_op: 0,
             failed: None,
             stopping: false,

@@ -274,10 +274,7 @@ impl<T> Ring<T> {
                 Err(error) => {
                     // The error is that of the first one; the others may fare better.
                     let slot = batch.iocbs.get(done).map(|iocb| iocb.data);
-                    if let Some(entry) = slot.and_then(|slot| lock(&self.slots).take(slot)) {
-                        let Entry { payload, user, submitted } = entry;
-                        refused.push(Completion { payload, user, result: Err(error), submitted });
-                    }
+                    refused.extend(slot.and_then(|slot| lock(&self.slots).complete(slot, Err(error))));
                     done += 1;
                 }
             }
@@ -300,12 +297,7 @@ impl<T> Ring<T> {
             return;
         }
         let mut slots = lock(&self.slots);
-        for event in events {
-            if let Some(Entry { payload, user, submitted }) = slots.take(event.data) {
-                let result = result_of(event);
-                into.push(Completion { payload, user, result, submitted });
-            }
-        }
+        into.extend(events.iter().filter_map(|event| slots.complete(event.data, result_of(event))));
     }
 }
 

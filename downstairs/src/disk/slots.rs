@@ -3,9 +3,10 @@
 //! Invariants:
 //! - An entry stays where it is put until it is taken by its number; a number is given out again only then.
 
+use std::io;
 use std::time::Instant;
 
-use super::engine::{Payload, Request};
+use super::engine::{Completion, Payload, Request};
 
 #[derive(Debug)]
 pub(super) struct Entry<T> {
@@ -45,6 +46,12 @@ impl<T> Slots<T> {
         let entry = self.entries.get_mut(slot)?.take()?;
         self.free.push(slot);
         Some(entry)
+    }
+
+    /// The request of this number has ended.
+    pub(super) fn complete(&mut self, slot: u64, result: io::Result<usize>) -> Option<Completion<T>> {
+        let Entry { payload, user, submitted } = self.take(slot)?;
+        Some(Completion { payload, user, result, submitted })
     }
 
     /// The kernel took its time: this is when it was through.

@@ -17,7 +17,7 @@ use io_uring::{IoUring, opcode, squeue, types};
 
 use super::engine::{Completion, Engine, Payload, Request, Submitted};
 use super::lock;
-use super::slots::{Entry, Slots};
+use super::slots::Slots;
 
 /// The kernel's thread sleeps after this time without work, and costs a processor until then.
 const IDLE_MS: u32 = 2;
@@ -77,10 +77,7 @@ impl<T> State<T> {
         if let Some(place) = usize::try_from(slot).ok().and_then(|slot| self.vectors.get_mut(slot)) {
             *place = vectors;
         }
-        self.enqueue(entry.user_data(slot)).map_err(|source| {
-            let Entry { payload, user, submitted } = self.slots.take(slot)?;
-            Some(Completion { payload, user, result: Err(source), submitted })
-        })?;
+        self.enqueue(entry.user_data(slot)).map_err(|source| self.slots.complete(slot, Err(source)))?;
         Ok(bytes)
     }
 
@@ -93,11 +90,9 @@ impl<T> State<T> {
 
     fn take(&mut self, into: &mut Vec<Completion<T>>) {
         for event in self.ring.completion() {
-            if let Some(Entry { payload, user, submitted }) = self.slots.take(event.user_data()) {
-                let result = usize::try_from(event.result())
-                    .map_err(|_| io::Error::from_raw_os_error(-event.result()));
-                into.push(Completion { payload, user, result, submitted });
-            }
+            let result =
+                usize::try_from(event.result()).map_err(|_| io::Error::from_raw_os_error(-event.result()));
+            into.extend(self.slots.complete(event.user_data(), result));
         }
     }
 }

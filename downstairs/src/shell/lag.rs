@@ -65,14 +65,7 @@ pub(super) fn submits_of(times: &SubmitTimesByLane) -> (Delays, Stall) {
     if histogram.add(&reads.histogram).is_err() {
         warn!("the histograms of the lanes differ in shape: only writes are told");
     }
-    let us = |ns: u64| u32::try_from(ns / 1_000).unwrap_or(u32::MAX);
-    let delays = Delays {
-        count: histogram.len(),
-        p50_us: us(histogram.value_at_quantile(0.5)),
-        p99_us: us(histogram.value_at_quantile(0.99)),
-        p999_us: us(histogram.value_at_quantile(0.999)),
-        max_us: us(histogram.max()),
-    };
+    let delays = Delays::of(&histogram, 1_000);
     let longest = longest.into_iter().chain(reads.longest).max_by_key(|longest| longest.took);
     let stall = longest.map(|longest| Stall {
         took_us: micros(longest.took),

@@ -94,7 +94,7 @@ async fn serve(config: &Config, start_disk: StartDisk) -> Result<(), RunError> {
     let signal = Arc::new(DiskSignal::default());
     let wake = Arc::clone(&signal);
     let disk = start_disk(region, config.pool.clone(), Arc::new(move || wake.raise()))?;
-    let core = Core::new(CoreConfig { faults: config.faults.clone(), ..CoreConfig::default() }, facts);
+    let core = Core::new(CoreConfig::default(), facts);
     let reactor = Reactor::new(core, disk, signal);
     let listener = socket.listen(listener::BACKLOG).map_err(bind_error)?;
     let address = listener.local_addr().map_err(bind_error)?;
