@@ -14,14 +14,15 @@ const FIXED: std::ops::Range<u64> = 0..300;
 /// Others that were: a piece of an unanswered request, lost with the power of all three replicas; an older write that took
 /// the place of an unverified block, of which a newer one was acknowledged; what was adopted of a torn block, in the place
 /// of a settled piece of an unanswered request; a joiner that gave up a good copy of what its source had lost; a replica
-/// that left over what was due, and made more due. And two of
-/// the checker's own mistakes: an upstairs that slept may answer for what a power cut took meanwhile.
-const FOUND: [u64; 7] = [
+/// that left over what was due, and made more due; a new region that waited for the others, which waited for it where all
+/// three are needed. And two of the checker's own mistakes: an upstairs that slept may answer for what a power cut took meanwhile.
+const FOUND: [u64; 8] = [
     1_796_051_343_191,
     3192,
     500_173,
     1_796_080_004_319,
     1_796_088_793_202,
+    1_796_092_098_021,
     1_796_080_000_673,
     1_796_080_004_091,
 ];

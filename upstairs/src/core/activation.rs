@@ -104,7 +104,7 @@ impl Core {
         let greeted = self.set_of(|replica| matches!(replica.link, Link::Greeted));
         let membership = self.newest_membership(greeted);
         let members = membership.map_or(ReplicaSet::EMPTY, |m| self.countable(m, greeted));
-        let needed = membership.map_or(QUORUM, |membership| self.needed_under(membership));
+        let needed = membership.map_or(QUORUM, |membership| self.needed_under(membership, greeted, members));
         let Some(membership) = membership.filter(|_| members.len() >= needed) else {
             // The wait begins when a quorum is there, and begins anew if it goes.
             self.set_stage(Stage::Gathering);
@@ -119,13 +119,18 @@ impl Core {
     }
 
     /// Whoever has executed what was acknowledged must be among them: as many as leave fewer out than acknowledge.
-    fn needed_under(&self, membership: Membership) -> usize {
-        if membership.alone { ReplicaId::COUNT } else { self.needed_to_serve() }
+    fn needed_under(&self, membership: Membership, greeted: ReplicaSet, counted: ReplicaSet) -> usize {
+        if !membership.alone && self.config.min_replicas >= QUORUM {
+            return QUORUM;
+        }
+        // A new region that can't count yet has executed nothing, and waits for just this activation.
+        let waits = |id: &ReplicaId| self.is_member(membership, *id) && !counted.contains(*id);
+        ReplicaId::COUNT - greeted.iter().filter(waits).count()
     }
 
     /// All that an activation needs must know it before changes are acknowledged under its terms.
     fn needed_to_serve(&self) -> usize {
-        ReplicaId::COUNT + 1 - self.config.min_replicas
+        if self.config.min_replicas < QUORUM { self.needed } else { QUORUM }
     }
 
     /// True once the wait for a third is over: short as a rule, long if all at hand may have lost writes with their power.
