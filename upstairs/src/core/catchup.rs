@@ -141,7 +141,7 @@ impl Core {
             resync.grant(granted);
         }
         self.send_steps(joiner);
-        let left = self.resync_mut(joiner).map_or(0, |resync| resync.left());
+        let left = self.resync_mut(joiner).map_or(0, Resync::take_left);
         self.pace.spend(granted, left);
     }
 

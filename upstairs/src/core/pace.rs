@@ -19,7 +19,7 @@ use super::api::Time;
 /// Bytes a second.
 const RATE_MIN: u64 = 24 << 20;
 const RATE_MAX: u64 = 4 << 30;
-const RATE_FIRST: u64 = 96 << 20;
+pub(super) const RATE_FIRST: u64 = 96 << 20;
 /// Worth of time at the rate in force.
 const BURST: Duration = Duration::from_millis(4);
 /// Requests are looked at together over this time.
@@ -166,7 +166,12 @@ impl Pace {
         match (self.mode, slow, self.usual) {
             (Mode::Off | Mode::Resting, Some(slow), None) => self.usual = Some(slow),
             (Mode::Off | Mode::Resting, Some(slow), Some(usual)) => {
-                self.usual = Some((usual.saturating_mul(3).saturating_add(slow)) / 4);
+                self.usual = Some(if slow < usual {
+                    usual - (usual - slow) / 4
+                } else {
+                    // Others on the machine cause it too, now and then: one such interval must not excuse what copies do.
+                    usual + (slow.min(usual.saturating_mul(2)) - usual) / 8
+                });
             }
             (Mode::Off | Mode::Resting, None, _) => {}
             (Mode::Copying, Some(slow), Some(usual)) if slow > usual + usual / 2 + SLACK => {

@@ -78,7 +78,8 @@ pub(super) struct Resync {
     in_flight: usize,
     failed: Option<String>,
     pub(super) progress: Progress,
-    /// Blocks that a catch-up may copy now; those beyond were taken all the same, for whole copies.
+    /// Blocks that a catch-up may copy now; those beyond were taken all the same, for whole copies. Nothing between grants: what an
+    /// answer then made room for would be charged to nobody.
     granted: i64,
     /// Versions of blocks that unanswered requests still hold.
     held: BTreeMap<u64, Version>,
@@ -164,14 +165,14 @@ impl Resync {
         self.outdated.contains(&block)
     }
 
-    /// A catch-up may copy so many blocks until the next grant.
+    /// A catch-up may copy so many blocks until what is left is taken back.
     pub(super) fn grant(&mut self, blocks: u64) {
         self.granted = i64::try_from(blocks).unwrap_or(i64::MAX);
     }
 
-    /// What is left of the grant; negative if a copy took more.
-    pub(super) fn left(&self) -> i64 {
-        self.granted
+    /// Takes back what is left of the grant; negative if a copy took more.
+    pub(super) fn take_left(&mut self) -> i64 {
+        std::mem::take(&mut self.granted)
     }
 
     /// True if only a grant is missing.

@@ -19,6 +19,7 @@ use super::api::{
     Action, Event, GuestError, GuestId, GuestOp, GuestReply, LinkId, ReplicaId, Segment, StopReason, Time,
 };
 use super::config::{CoreConfig, Limits, Reads, ThrottleConfig, Timing};
+use super::pace::RATE_FIRST;
 
 pub(super) const BLOCKS: u64 = 2500;
 pub(super) const MS: u64 = 1_000_000;
@@ -626,6 +627,37 @@ fn a_failed_write_makes_the_replica_leave() {
     assert!(matches!(world.replies.get(&write), Some(GuestReply::Done)));
     assert_eq!(world.states()[1], "left");
     world.fakes[1].paused = false;
+    world.assert_converged();
+}
+
+#[test]
+fn a_joiner_is_not_copied_to_beyond_what_was_granted() {
+    let mut world = World::serving();
+    world.kill(1);
+    for block in 0..BLOCKS {
+        world.write(block * BLOCK_BYTES as u64, &[7; BLOCK_BYTES]);
+    }
+    world.fakes[1].up = true;
+    let until = world.now + 20_000 * MS;
+    let step = |world: &mut World| {
+        assert!(world.now < until, "nothing is copied");
+        world.core.handle(Time(world.now), Event::Tick);
+        world.settle();
+        world.now += MS;
+    };
+    while world.fakes[1].stored_blocks == 0 {
+        step(&mut world);
+    }
+    // A pause, after which more copies are granted than there is room for.
+    world.fakes[1].paused = true;
+    (0..30).for_each(|_| step(&mut world));
+    world.fakes[1].paused = false;
+    // Every answer comes at once now, so nothing but the rate holds copies back; what was sent before comes on top.
+    let before = world.fakes[1].stored_blocks + 32 * 16;
+    (0..10).for_each(|_| step(&mut world));
+    let due = usize::try_from(RATE_FIRST / 100).unwrap() / BLOCK_BYTES;
+    let copied = world.fakes[1].stored_blocks.saturating_sub(before);
+    assert!((due / 2..due * 2).contains(&copied), "{copied} blocks in the time of {due}");
     world.assert_converged();
 }
 
