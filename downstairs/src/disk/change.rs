@@ -5,6 +5,7 @@
 //! - Contexts are written only after the data of all their blocks was written.
 //! - latest := the new context; flushed := the old latest if a power cut can't take that, else flushed stays. An old
 //!   latest that is unverified always becomes flushed: it matches no data, but carries the bound.
+//! - Before a flushed version is replaced the header's mark covers it ([`super::mark`]).
 //! - If the data could not be written, a block that had data becomes unverified, bound by the version it had: its
 //!   content is that or newer, or a mixture. A block that read as zeros still does.
 //!
@@ -17,6 +18,7 @@ use newel_protocol::wire::{StoredBlock, ZeroMode};
 use newel_protocol::{BLOCK_BYTES, BlockKind, BlockRange, EXTENT_BLOCKS, Version};
 
 use super::context::{Context, ContextKind, MAX_SEQUENCE, PAIR_BYTES, Pair};
+use super::lock;
 use super::region::RegionCore;
 use super::storage::Storage;
 use crate::core::api::DiskError;
@@ -86,6 +88,7 @@ impl<S: Storage> RegionCore<S> {
                 change.add_data(block, BLOCK_BYTES * usize::try_from(block - range.start).unwrap_or(0));
             }
         }
+        self.keep_mark(&change)?;
         Ok(change)
     }
 
@@ -113,6 +116,7 @@ impl<S: Storage> RegionCore<S> {
             let new = accepts(&pair, version).then(|| Context::zero(version));
             (pair, new)
         }));
+        self.keep_mark(&change)?;
         Ok(change)
     }
 
@@ -154,7 +158,16 @@ impl<S: Storage> RegionCore<S> {
             }
             at += if is_data { BLOCK_BYTES } else { 0 };
         }
+        self.keep_mark(&change)?;
         Ok(change)
+    }
+
+    /// Flushed data are about to be replaced: should what comes tear, the mark is what tells that they were there.
+    fn keep_mark(&self, change: &Change) -> Result<(), DiskError> {
+        let replaced = change.changed().map(|(_, old, _)| &old.latest);
+        let replaced = replaced.filter(|old| old.kind == ContextKind::Data && old.copied.is_none());
+        let needed = lock(&self.mark).replace(replaced.map(|old| old.version));
+        if needed { self.store_mark() } else { Ok(()) }
     }
 
     /// Writes the contexts of these changes, in as few calls as there are gaps between blocks. Their data was written, or was

@@ -90,7 +90,7 @@ impl Run {
         run
     }
 
-    fn enter_log(&mut self) {
+    fn enter_log(&self) {
         let entries = [0, 1].map(|slot| LogEntry { slot: slot + 3, extent: Some(ExtentId(slot)) }).to_vec();
         self.region.execute(&DiskOp::ActivityLog { entries }).unwrap();
     }
@@ -110,7 +110,7 @@ impl Run {
         self.sequence += 2;
         let version = Version::new(Generation(self.generation), self.sequence);
         let range = self.some_range();
-        match self.random.below(12) {
+        match self.random.below(14) {
             0..=5 => {
                 let data: Vec<u8> = range.blocks().flat_map(|block| content(block, version)).collect();
                 let crcs = block_crcs(&data);
@@ -138,11 +138,46 @@ impl Run {
                     assert!(self.region.storage.is_cut());
                 }
             }
-            _ => {
-                if self.region.execute(&DiskOp::Flush { mark: Some(version) }).is_ok() {
-                    self.model.floor.clone_from(&self.model.done);
-                }
+            11 => {
+                self.flush(version);
             }
+            12 => self.write_across_a_flush(range, version),
+            _ => self.leave_the_log(version),
+        }
+    }
+
+    fn flush(&mut self, mark: Version) -> bool {
+        let flushed = self.region.execute(&DiskOp::Flush { mark: Some(mark) }).is_ok();
+        if flushed {
+            self.model.floor.clone_from(&self.model.done);
+        }
+        flushed
+    }
+
+    /// A write that was begun before a flush which does not cover it; its data go to the disk behind the flush.
+    fn write_across_a_flush(&mut self, range: BlockRange, mark: Version) {
+        self.sequence += 2;
+        let version = Version::new(Generation(self.generation), self.sequence);
+        let data: Vec<u8> = range.blocks().flat_map(|block| content(block, version)).collect();
+        let used = range.blocks().map(|block| usize::try_from(block - USED.start).unwrap());
+        used.clone().for_each(|index| self.model.history[index].push((version, false)));
+        let Ok(change) = self.region.plan_write(range, version, &block_crcs(&data), data.len()) else {
+            return assert!(self.region.storage.is_cut());
+        };
+        if self.flush(mark) && self.region.change_now(&change, &data).is_ok() {
+            used.for_each(|index| self.model.done[index] = version);
+        }
+    }
+
+    /// Both extents leave the log behind a flush that was nobody's, and come back; perhaps a guest flushes in between.
+    fn leave_the_log(&mut self, mark: Version) {
+        let entries = [3, 4].map(|slot| LogEntry { slot, extent: None }).to_vec();
+        let left = self.region.execute(&DiskOp::Flush { mark: None }).is_ok()
+            && self.region.execute(&DiskOp::ActivityLog { entries }).is_ok();
+        if left && (self.random.below(2) == 0 || self.flush(mark)) {
+            let entries = [0, 1].map(|slot| LogEntry { slot: slot + 3, extent: Some(ExtentId(slot)) });
+            let back = self.region.execute(&DiskOp::ActivityLog { entries: entries.to_vec() });
+            assert!(back.is_ok() || self.region.storage.is_cut());
         }
     }
 
@@ -183,6 +218,7 @@ impl Run {
         // Told until an activation has come to terms with it; whether one that was cut short did is left open.
         assert!(facts.lost_power || !power);
         self.region = region;
+        self.enter_log();
         self.generation += 1;
         for block in USED.blocks() {
             self.check_block(block, power);

@@ -50,7 +50,7 @@ impl<S: Storage> RegionCore<S> {
         }
     }
 
-    fn change_now(&self, change: &Change, data: &[u8]) -> Result<DiskOutcome, DiskError> {
+    pub(super) fn change_now(&self, change: &Change, data: &[u8]) -> Result<DiskOutcome, DiskError> {
         match self.write_pieces_now(change, data) {
             Ok(()) => {
                 self.finish(&[change])?;

@@ -20,6 +20,7 @@ mod error;
 mod execute;
 mod format;
 mod layout;
+mod mark;
 mod open;
 mod punch;
 mod read;

@@ -24,6 +24,7 @@ use super::error::RegionError;
 use super::format::{FORMAT_VERSION, Header, LOG_SLOTS_PER_RECORD, LogRecord, Page, PageFault};
 use super::layout::{Layout, PAGE_BYTES, header_offset};
 use super::lock;
+use super::mark::Mark;
 use super::punch::Punches;
 use super::region::{Copies, Copying, RegionCore, Twin};
 use super::storage::Storage;
@@ -127,7 +128,7 @@ impl<S: Storage> RegionCore<S> {
             storage,
             layout,
             name: name.to_owned(),
-            mark: Mutex::new(header.value.flushed),
+            mark: Mutex::new(Mark::new(header.value.flushed)),
             promised: AtomicU32::new(header.value.promised.0),
             header: Mutex::new(header),
             log: Mutex::new(log),
@@ -166,6 +167,12 @@ impl<S: Storage> RegionCore<S> {
         })?;
         report.blocks = total.into_inner().unwrap_or_default();
         report.verified_extents = count;
+        self.flush(None).map_err(|error| self.as_region_error(&error))?;
+        // What is there now is durable, which no mark says. Nothing else changes contexts yet, so one more sync is enough.
+        run("settling", count, &|index| {
+            let Some(&extent) = extents.get(index as usize) else { return Ok(()) };
+            self.settle_extent(extent).map_err(|error| self.as_region_error(&error))
+        })?;
         self.flush(None).map_err(|error| self.as_region_error(&error))?;
         if report.lost_records > 0 {
             // Everything was verified and is durable: the lost records start anew.

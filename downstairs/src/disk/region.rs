@@ -5,7 +5,8 @@
 //!   durably, and takes effect in memory only afterwards.
 //! - A failed sync, or a failed write of metadata, is final: the region refuses everything that changes it from then
 //!   on, so nothing is ever called durable that may not be.
-//! - The flushed mark in memory rises only once it is durable, and only after a sync that covered everything below it.
+//! - The flushed mark rises only after a sync that covered everything below it. The header holds it before anything relies on
+//!   that ([`super::mark`]).
 //! - The digest of an extent is that of the latest contexts of its blocks.
 //!
 //! Left to others: how blocks change ([`super::change`]), reads ([`super::read`]), what opening does
@@ -22,6 +23,7 @@ use super::error::disk_error;
 use super::format::{Header, LOG_SLOTS_PER_RECORD, LogRecord, Page};
 use super::layout::{Layout, header_offset};
 use super::lock;
+use super::mark::Mark;
 use super::punch::Punches;
 use super::storage::Storage;
 use crate::core::api::{DiskError, HeaderChange, LogEntry};
@@ -42,8 +44,8 @@ pub struct RegionCore<S> {
     pub(crate) name: String,
     pub(crate) header: Mutex<Twin<Header>>,
     pub(crate) log: Mutex<Vec<Twin<LogRecord>>>,
-    /// The header's mark, apart from it so that a write never waits for a header being written.
-    pub(crate) mark: Mutex<Version>,
+    /// Apart from the header, so that a write never waits for a header being written.
+    pub(crate) mark: Mutex<Mark>,
     /// The header's, likewise.
     pub(crate) promised: AtomicU32,
     pub(crate) pairs: PairCache,
@@ -101,8 +103,9 @@ impl<S: Storage> RegionCore<S> {
         &self.storage
     }
 
+    /// A power cut can't take what is at or below it.
     pub fn flushed_mark(&self) -> Version {
-        *lock(&self.mark)
+        lock(&self.mark).synced
     }
 
     /// No context can be of a later generation: a promise is durable before its first write.
@@ -196,7 +199,7 @@ impl<S: Storage> RegionCore<S> {
         Ok(u16::try_from(epoch).unwrap_or(EPOCH_MASK))
     }
 
-    /// Makes everything written so far durable, then the mark, if it is above the one in force.
+    /// Makes everything written so far durable; the mark says so from then on, in the header if that has to be.
     pub fn flush(&self, mark: Option<Version>) -> Result<(), DiskError> {
         self.check_alive()?;
         let planned = self.copying.planned.load(Ordering::SeqCst);
@@ -204,13 +207,12 @@ impl<S: Storage> RegionCore<S> {
         self.punches.ripen();
         self.syncs.fetch_add(1, Ordering::Relaxed);
         self.storage.sync().map_err(|error| self.fail(self.error("fdatasync", &"all blocks", &error)))?;
-        let mark = mark.filter(|&mark| mark > self.flushed_mark());
+        let owed = mark.is_some_and(|mark| lock(&self.mark).rise(mark));
         let copying = self.copying.epoch.load(Ordering::SeqCst) != NOT_COPYING;
-        if mark.is_none() && !(copying && all_ended) {
+        if !owed && !(copying && all_ended) {
             return Ok(());
         }
         self.change_header(Copies::Older, |header| {
-            header.flushed = mark.unwrap_or(header.flushed);
             // A copy counts itself first and reads the epoch then; here it is the other way round. So either the copy
             // finds no epoch and waits for the header to begin one, or it is seen here and the epoch stays.
             let epoch = self.copying.epoch.swap(NOT_COPYING, Ordering::SeqCst);
@@ -219,11 +221,15 @@ impl<S: Storage> RegionCore<S> {
             } else {
                 self.copying.epoch.store(epoch, Ordering::SeqCst);
             }
-        })?;
-        if let Some(mark) = mark {
-            *lock(&self.mark) = mark;
+        })
+    }
+
+    /// Puts the mark into the header, unless it is there.
+    pub(crate) fn store_mark(&self) -> Result<(), DiskError> {
+        if lock(&self.mark).is_stored() {
+            return Ok(());
         }
-        Ok(())
+        self.change_header(Copies::Older, |_| ())
     }
 
     /// Gives back the space of blocks whose zeros became durable with the last flush.
@@ -253,7 +259,7 @@ impl<S: Storage> RegionCore<S> {
         Ok(())
     }
 
-    /// The header is locked throughout: two changes must not take each other's copy.
+    /// The header is locked throughout: two changes must not take each other's copy. Whatever it is for, it carries the mark.
     pub(crate) fn change_header(
         &self,
         copies: Copies,
@@ -263,9 +269,11 @@ impl<S: Storage> RegionCore<S> {
         let mut header = twin.value.clone();
         change(&mut header);
         header.counter += 1;
+        header.flushed = header.flushed.max(self.flushed_mark());
         let page = header.encode();
         let older = 1 - (twin.newest & 1);
         self.write_page("writing the header", header_offset(older), &page)?;
+        lock(&self.mark).stored(header.flushed);
         twin.value = header;
         twin.newest = older;
         if copies == Copies::Both {
@@ -277,6 +285,11 @@ impl<S: Storage> RegionCore<S> {
     /// Puts entries of the activity log in force, durably; one write for each group of slots that changes.
     pub fn enter(&self, entries: &[LogEntry]) -> Result<(), DiskError> {
         self.check_alive()?;
+        if self.evicts(entries) {
+            // Outside the log nothing is looked at after a crash.
+            self.store_mark()?;
+            lock(&self.mark).evicts();
+        }
         let mut log = lock(&self.log);
         for (index, twin) in (0_u32..).zip(log.iter_mut()) {
             let first = index * LOG_SLOTS_PER_RECORD;
@@ -301,6 +314,17 @@ impl<S: Storage> RegionCore<S> {
         }
     }
 
+    /// True if an extent leaves the log with these entries.
+    fn evicts(&self, entries: &[LogEntry]) -> bool {
+        let log = lock(&self.log);
+        entries.iter().any(|entry| {
+            let record = log.get((entry.slot / LOG_SLOTS_PER_RECORD) as usize);
+            let slot =
+                record.and_then(|twin| twin.value.slots.get((entry.slot % LOG_SLOTS_PER_RECORD) as usize));
+            slot.is_some_and(|held| held.is_some() && *held != entry.extent)
+        })
+    }
+
     fn write_record(&self, twin: &mut Twin<LogRecord>, mut record: LogRecord) -> Result<(), DiskError> {
         record.counter += 1;
         let older = 1 - (twin.newest & 1);
@@ -319,6 +343,7 @@ impl<S: Storage> RegionCore<S> {
     /// Makes everything durable, empties the log and marks the region as closed cleanly; nothing changes it afterwards.
     pub fn close(&self) -> Result<(), DiskError> {
         self.flush(None)?;
+        self.store_mark()?;
         self.empty_log()?;
         self.change_header(Copies::Both, |header| header.clean = true)?;
         let message = format!("{}: it is closed", self.name);

@@ -71,6 +71,22 @@ impl<S: Storage> RegionCore<S> {
         Ok(verified)
     }
 
+    /// Everything of this extent is durable: contexts that no mark covers say so themselves.
+    pub(crate) fn settle_extent(&self, extent: ExtentId) -> Result<(), DiskError> {
+        let Some(range) = self.layout.extent_blocks(extent) else { return Ok(()) };
+        let mark = self.flushed_mark();
+        let mut updates = Vec::new();
+        for (block, pair) in range.blocks().zip(self.read_pairs(range)?) {
+            if pair.latest.kind != ContextKind::Damaged && !self.is_flushed(&pair.latest, mark) {
+                let flushed = Context { copied: None, ..pair.latest };
+                if flushed != pair.flushed {
+                    updates.push((block, pair, Pair { flushed, ..pair }));
+                }
+            }
+        }
+        self.write_pairs(&mut updates)
+    }
+
     /// The checksum of each block, `None` where the disk can't read it.
     pub(crate) fn crcs_of(&self, range: BlockRange) -> Vec<Option<u32>> {
         let mut data = AlignedBuf::zeroed(range.bytes());

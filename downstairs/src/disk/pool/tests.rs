@@ -176,7 +176,7 @@ fn the_end(mut rig: Rig) {
     rig.one(write(1024, 1024, 3));
     let flushes = [Some(v(4)), None, Some(v(6)), Some(v(5))].map(|mark| DiskOp::Flush { mark });
     assert!(rig.run(flushes.into()).iter().all(|done| done.result.is_ok()));
-    assert_eq!(rig.region.header().flushed, v(6));
+    assert_eq!(rig.region.flushed_mark(), v(6));
     let DiskOutcome::Contexts(states) = rig.one(DiskOp::Contexts { extent: ExtentId(1) }) else { panic!() };
     assert!(states.len() == 1024 && states.iter().all(|state| state.version == v(3)));
     let DiskOutcome::Digests(digests) = rig.one(DiskOp::Digests { first: ExtentId(0), count: 9 }) else {
