@@ -12,6 +12,7 @@ packages() { # program and the Debian package that has it
 fio fio
 nbdinfo libnbd-bin
 nbdcopy libnbd-bin
+nbd-client nbd-client
 /usr/lib/python3/dist-packages/nbd.py python3-libnbd
 qemu-img qemu-utils
 qemu-io qemu-utils

@@ -1,5 +1,7 @@
 //! From flags and file to one validated configuration. Every error names the flag or key and its value.
 
+mod nbd;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -9,7 +11,8 @@ use clap::Args;
 use serde::Deserialize;
 use uuid::Uuid;
 
-use super::nbd::ListenAddr;
+use self::nbd::{NbdArgs, NbdTable};
+use super::nbd::{ListenAddr, NbdOptions};
 use crate::core::QUORUM;
 use crate::core::api::ReplicaId;
 use crate::core::config::{CoreConfig, Limits, ReadPolicy, Reads, ThrottleConfig, Timing};
@@ -43,6 +46,8 @@ pub(crate) struct RunArgs {
     /// Allow listening and connecting in plain text where other hosts can listen in
     #[arg(long)]
     allow_plaintext: bool,
+    #[command(flatten)]
+    nbd: NbdArgs,
     /// Who is asked for the data of a read: all replicas, or one and the others for their contexts [default: fanout]
     #[arg(long, value_enum, value_name = "POLICY")]
     read_policy: Option<Policy>,
@@ -75,6 +80,8 @@ struct File {
     min_replicas: Option<usize>,
     allow_plaintext: Option<bool>,
     log: Option<String>,
+    #[serde(default)]
+    nbd: NbdTable,
     #[serde(default)]
     limits: LimitsTable,
     #[serde(default)]
@@ -134,6 +141,7 @@ pub(crate) struct Config {
     pub(crate) status: Option<ListenAddr>,
     pub(crate) allow_plaintext: bool,
     pub(crate) log: String,
+    pub(crate) nbd: NbdOptions,
     pub(crate) core: CoreConfig,
 }
 
@@ -177,6 +185,7 @@ impl Config {
                 (None, None) => None,
             },
             allow_plaintext,
+            nbd: nbd::options(&name, args.nbd, file.nbd)?,
             log: args.log.or(file.log).unwrap_or_else(|| "info".into()),
             core: CoreConfig {
                 volume,

@@ -7,13 +7,14 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
+use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::LocalSet;
 use tokio_util::sync::CancellationToken;
 
 use super::config::Config;
 use super::driver::Driver;
-use super::nbd::{self, Listeners, NbdOptions};
+use super::nbd::{self, Listeners};
 use super::status_page;
 use crate::core::api::{Event, StopReason};
 
@@ -31,7 +32,9 @@ pub(crate) fn run(config: Config) -> Result<()> {
 }
 
 async fn serve(config: Config) -> Result<()> {
-    let listeners = Listeners::bind(&config.listen, config.allow_plaintext)?;
+    allow_descriptors();
+    let private = config.nbd.tls.as_ref().is_some_and(|tls| tls.required);
+    let listeners = Listeners::bind(&config.listen, config.allow_plaintext || private)?;
     let addresses = listeners.addrs();
     let status =
         config.status.as_ref().map(|addr| status_page::bind(addr, config.allow_plaintext)).transpose()?;
@@ -91,6 +94,16 @@ async fn serve(config: Config) -> Result<()> {
     }
 }
 
+/// As many descriptors as the process may have: a guest's connection takes up to three, and the usual 1024 would be fewer
+/// than the connections that are allowed.
+fn allow_descriptors() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        tracing::warn!(%error, "the limit of open files stays as it is");
+    }
+}
+
 /// The NBD front end before and after it is opened.
 enum Front {
     Waiting(Listeners),
@@ -101,8 +114,7 @@ impl Front {
     fn start(self, driver: &Rc<Driver>, config: &Config, shutdown: &CancellationToken) -> Self {
         match self {
             Self::Waiting(listeners) => {
-                let options = NbdOptions::new(&config.name);
-                let (volume, shutdown) = (driver.clone(), shutdown.clone());
+                let (volume, options, shutdown) = (driver.clone(), config.nbd.clone(), shutdown.clone());
                 Self::Serving(tokio::task::spawn_local(nbd::serve(listeners, volume, options, shutdown)))
             }
             Self::Serving(_) => self,

@@ -33,6 +33,10 @@ pub(super) struct Session {
     /// The connection's task. One waker serves reader and writer: they are one task.
     waker: RefCell<Option<Waker>>,
     draining: Cell<bool>,
+    /// A guest has connected after this one: it may be the same, come back.
+    elder: Cell<bool>,
+    /// Counts whatever came or went.
+    stirs: Cell<u64>,
     /// The reader waits for room.
     paused: Cell<bool>,
 }
@@ -81,6 +85,8 @@ impl Session {
             state: RefCell::default(),
             waker: RefCell::default(),
             draining: Cell::new(false),
+            elder: Cell::new(false),
+            stirs: Cell::new(0),
             paused: Cell::new(false),
         }
     }
@@ -153,6 +159,25 @@ impl Session {
 
     pub(super) fn is_draining(&self) -> bool {
         self.draining.get()
+    }
+
+    /// A younger connection is there now.
+    pub(super) fn grow_old(&self) {
+        self.elder.set(true);
+    }
+
+    pub(super) fn is_elder(&self) -> bool {
+        self.elder.get()
+    }
+
+    /// Bytes came or went.
+    pub(super) fn stir(&self) {
+        self.stirs.set(self.stirs.get().wrapping_add(1));
+    }
+
+    /// Changes whenever bytes come or go.
+    pub(super) fn stirs(&self) -> u64 {
+        self.stirs.get()
     }
 
     pub(super) fn is_finished(&self) -> bool {

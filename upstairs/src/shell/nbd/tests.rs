@@ -4,6 +4,10 @@
 
 mod client;
 mod limits;
+mod pki;
+mod reconnect;
+mod tls;
+mod tls_tools;
 mod tools;
 mod volume;
 

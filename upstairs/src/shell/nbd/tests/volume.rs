@@ -21,6 +21,7 @@ pub(super) struct Memory {
     next_key: Cell<u32>,
     pub(super) kicks: Cell<usize>,
     pub(super) opened: Cell<usize>,
+    pub(super) executed: Cell<usize>,
     /// Requests are kept until `release`.
     pub(super) hold: Cell<bool>,
     pub(super) full: Cell<bool>,
@@ -63,6 +64,7 @@ impl Memory {
     }
 
     fn execute(&self, op: GuestOp) -> GuestReply {
+        self.executed.set(self.executed.get() + 1);
         if let Some(error) = self.fail.get() {
             return GuestReply::Failed(error);
         }
