@@ -317,9 +317,8 @@ impl<'a> Reader<'a> {
 
     async fn run<R: GuestRead>(mut self, read: &mut R) -> Result<Closed, ConnectionError> {
         loop {
-            let bytes = self.buffer.bytes.len();
-            if bytes > 0 && self.session.is_elder() && read.has_left() {
-                return Ok(Closed::Superseded { bytes });
+            if !self.buffer.bytes.is_empty() && self.session.is_elder() && read.has_left() {
+                return Ok(self.last_words()?);
             }
             match self.take_batch()? {
                 Batch::Disconnect => return Ok(Closed::Disconnected),
@@ -333,6 +332,15 @@ impl<'a> Reader<'a> {
                 }
             }
         }
+    }
+
+    /// What a guest still had to say that has hung up and may be back: goodbye, or what must not be done any more.
+    fn last_words(&mut self) -> Result<Closed, RequestError> {
+        let bytes = self.buffer.bytes.len();
+        Ok(match self.parser.next(&mut self.buffer.bytes)? {
+            Some(request) if request.head.kind == command::DISC => Closed::Disconnected,
+            Some(_) | None => Closed::Superseded { bytes },
+        })
     }
 
     /// Takes all complete requests and kicks the volume once, also before an error ends the connection.
