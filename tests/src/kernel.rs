@@ -83,6 +83,21 @@ impl Kernel {
         }
     }
 
+    /// As when one of several connections breaks: what it owed is sent again over the others, and a new one takes its place.
+    pub fn lose(&mut self, link: usize) -> io::Result<()> {
+        let lost = self.links.remove(link);
+        let owed = lost.owed;
+        drop(lost.client);
+        for (at, &block) in owed.values().enumerate() {
+            let link = at % self.links.len();
+            self.links[link].send(block, self.blocks[block])?;
+        }
+        let client = Client::connect(&self.address)?;
+        self.links.push(Link { client, owed: BTreeMap::new() });
+        self.reconnects += 1;
+        Ok(())
+    }
+
     fn send_again(&mut self) -> io::Result<()> {
         for (at, (&block, &number)) in self.in_flight.iter().enumerate() {
             let link = at % self.links.len();

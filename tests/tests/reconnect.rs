@@ -63,22 +63,27 @@ fn restarts_of_the_upstairs_are_pauses() {
     cluster.stop_and_check();
 }
 
-/// A guest that gives its connections up while most of what it sent lies unread in them, sends it all again over new ones,
-/// and overwrites it as soon as it is answered.
+/// A guest that gives connections up while most of what it sent lies unread in them, sends it all again over others, and
+/// overwrites it as soon as it is answered.
 #[test]
 fn what_an_old_connection_still_held_never_lands_on_newer_writes() {
     let _heavy = Heavy::take();
     let seed = seed("what_an_old_connection_still_held_never_lands_on_newer_writes");
     let mut cluster = start(NARROW);
     let mut kernel = Kernel::attach(cluster.address(), 6, BLOCKS, seed);
-    for _ in 0..6 {
+    for round in 0..8 {
         // Without a quorum nothing is answered.
         for replica in [1, 2] {
             cluster.signal(Role::Replica(replica), Signal::STOP);
         }
         kernel.post().expect("the upstairs is there");
         cluster.await_status("the volume is full", |status| status.jobs_in_flight >= 8);
-        kernel.reconnect(cluster.address());
+        // All of its connections, or the first or the last of them.
+        match round % 4 {
+            1 => kernel.lose(0).expect("the upstairs is there"),
+            3 => kernel.lose(5).expect("the upstairs is there"),
+            _ => kernel.reconnect(cluster.address()),
+        }
         for replica in [1, 2] {
             cluster.signal(Role::Replica(replica), Signal::CONT);
         }

@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::config::Config;
 use super::driver::Driver;
-use super::nbd::{self, Listeners};
+use super::nbd::{self, Listeners, TlsOffer};
 use super::status_page;
 use crate::core::api::{Event, StopReason};
 
@@ -65,7 +65,8 @@ async fn serve(config: Config) -> Result<()> {
             front = front.start(&driver, &config, &shutdown);
             let listen: Vec<String> = addresses.iter().map(ToString::to_string).collect();
             notify(&[sd_notify::NotifyState::Ready, sd_notify::NotifyState::Status("serving")]);
-            tracing::info!(volume = %config.name, listen = %listen.join(" "), "guests can attach");
+            let tls = TlsOffer::describe(config.nbd.tls.as_ref());
+            tracing::info!(volume = %config.name, listen = %listen.join(" "), %tls, "guests can attach");
             break;
         }
         tokio::select! {

@@ -9,9 +9,9 @@
 //! - No request is read while the session or the volume has no room.
 //! - A connection ends when nothing is in flight and everything is sent, at its linger limit, or when it has been idle for
 //!   too long.
-//! - **What a guest that has hung up had sent, and nobody has taken yet, is dropped once a younger connection is there.** A
-//!   guest that comes back sends again whatever was not answered, and newer writes behind it: the old ones must not
-//!   land on top of those. (What was taken before is older in the volume's order, too.)
+//! - **What a guest that has hung up had sent, and nobody has taken yet, is dropped if there was another connection beside
+//!   this one.** A guest sends again over another connection, old or new, whatever was not answered, and newer writes behind
+//!   it: the old ones must not land on top of those. (What was taken before is older in the volume's order, too.)
 //! - At the end what the client still sends is read for a moment: closing a socket with unread data would take back
 //!   replies that the client hasn't seen yet.
 
@@ -94,7 +94,7 @@ pub(super) enum Closed {
     ShutDown,
     /// By us, after a long silence.
     Idle,
-    /// By the guest, which seems to be back over another connection; so many bytes were dropped.
+    /// By the guest, which may go on over another connection; so many bytes were dropped.
     Superseded { bytes: usize },
 }
 
@@ -317,7 +317,7 @@ impl<'a> Reader<'a> {
 
     async fn run<R: GuestRead>(mut self, read: &mut R) -> Result<Closed, ConnectionError> {
         loop {
-            if !self.buffer.bytes.is_empty() && self.session.is_elder() && read.has_left() {
+            if !self.buffer.bytes.is_empty() && self.session.is_accompanied() && read.has_left() {
                 return Ok(self.last_words()?);
             }
             match self.take_batch()? {
@@ -334,7 +334,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// What a guest still had to say that has hung up and may be back: goodbye, or what must not be done any more.
+    /// What a guest still had to say that has hung up and may go on elsewhere: goodbye, or what must not be done any more.
     fn last_words(&mut self) -> Result<Closed, RequestError> {
         let bytes = self.buffer.bytes.len();
         Ok(match self.parser.next(&mut self.buffer.bytes)? {

@@ -371,7 +371,9 @@ impl Attached {
         let session = Rc::new(Session::new(agreed, server.volume.size_bytes(), requests_max, bytes_max));
         let key = server.volume.open(Rc::clone(&session) as _);
         let mut sessions = server.sessions.borrow_mut();
-        sessions.values().for_each(|elder| elder.grow_old());
+        if !sessions.is_empty() {
+            sessions.values().chain([&session]).for_each(|session| session.accompany());
+        }
         sessions.insert(id, Rc::clone(&session));
         drop(sessions);
         Self { server: Rc::clone(server), id, key, session }

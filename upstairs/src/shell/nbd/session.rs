@@ -33,8 +33,8 @@ pub(super) struct Session {
     /// The connection's task. One waker serves reader and writer: they are one task.
     waker: RefCell<Option<Waker>>,
     draining: Cell<bool>,
-    /// A guest has connected after this one: it may be the same, come back.
-    elder: Cell<bool>,
+    /// There is or was another connection beside this one: it may be the same guest's.
+    accompanied: Cell<bool>,
     /// Counts whatever came or went.
     stirs: Cell<u64>,
     /// The reader waits for room.
@@ -85,7 +85,7 @@ impl Session {
             state: RefCell::default(),
             waker: RefCell::default(),
             draining: Cell::new(false),
-            elder: Cell::new(false),
+            accompanied: Cell::new(false),
             stirs: Cell::new(0),
             paused: Cell::new(false),
         }
@@ -161,13 +161,13 @@ impl Session {
         self.draining.get()
     }
 
-    /// A younger connection is there now.
-    pub(super) fn grow_old(&self) {
-        self.elder.set(true);
+    /// Another connection is there, too.
+    pub(super) fn accompany(&self) {
+        self.accompanied.set(true);
     }
 
-    pub(super) fn is_elder(&self) -> bool {
-        self.elder.get()
+    pub(super) fn is_accompanied(&self) -> bool {
+        self.accompanied.get()
     }
 
     /// Bytes came or went.

@@ -41,6 +41,8 @@ pub struct TlsOffer {
     config: Arc<ServerConfig>,
     /// On TCP nothing goes on in the clear. A unix socket is guarded by its file, and only offers TLS.
     pub required: bool,
+    /// Guests must show a certificate, too.
+    authenticated: bool,
 }
 
 #[derive(Debug, Error)]
@@ -91,7 +93,18 @@ impl TlsOffer {
         let mut config = builder.with_single_cert(chain, private).map_err(pair)?;
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
-        Ok(Self { config: Arc::new(config), required })
+        Ok(Self { config: Arc::new(config), required, authenticated: files.client_ca.is_some() })
+    }
+
+    /// For the log.
+    pub fn describe(offer: Option<&Self>) -> &'static str {
+        match offer {
+            None => "off",
+            Some(Self { required: false, authenticated: false, .. }) => "offered to everybody",
+            Some(Self { required: false, authenticated: true, .. }) => "offered to clients of the CA",
+            Some(Self { required: true, authenticated: false, .. }) => "required, and everybody gets in",
+            Some(Self { required: true, authenticated: true, .. }) => "required, of clients of the CA",
+        }
     }
 
     /// What a guest on this socket is told.

@@ -72,6 +72,32 @@ fn an_old_write_never_lands_on_a_newer_one() {
     }
 }
 
+/// The same with a connection that was there all the time: a kernel with several goes on over those that are left.
+#[test]
+fn nor_does_it_if_the_guest_goes_on_over_an_older_connection() {
+    for way in [Way::Unix, Way::Tcp] {
+        let pki = Pki::new();
+        check_with(one_at_a_time, async |server| {
+            let mut left = connect(&server, &pki, way).await;
+            let mut lost = connect(&server, &pki, way).await;
+            server.volume.hold.set(true);
+            lost.request(command::WRITE, 0, 0, 4, b"busy").await;
+            lost.request(command::WRITE, 0, 8192, 4, b"old!").await;
+            server.until(|volume| volume.held() == 1).await;
+            drop(lost);
+            let again = left.request(command::WRITE, 0, 8192, 4, b"old!").await;
+            server.until(|volume| volume.held() == 2).await;
+            server.volume.hold.set(false);
+            server.volume.release();
+            assert_eq!(left.reply(0).await.cookie, again);
+            left.write(8192, b"new!").await;
+            server.until(|volume| volume.attached() == 1).await;
+            assert_eq!(left.read(8192, 4).await, b"new!", "{way:?}");
+            assert_eq!(server.volume.executed.get(), 4, "{way:?}: two writes taken, one newer, one read");
+        });
+    }
+}
+
 /// The same while the volume as a whole has no room.
 #[test]
 fn what_a_full_volume_kept_out_is_dropped_with_its_guest() {
