@@ -280,13 +280,13 @@ fn the_bounds_hold_over_tls_and_all_is_answered() {
             // Nobody takes the answers, so the rest is not even read: what is taken is bounded by the connection's queue, by
             // TLS, and by what the sockets hold.
             let mut taken = usize::MAX;
-            while taken != server.volume.executed.get() - before {
+            while taken != server.volume.executed.get() - before || taken < 4 {
                 taken = server.volume.executed.get() - before;
                 for _ in 0..200 {
                     tokio::task::yield_now().await;
                 }
             }
-            assert!((4..COUNT / 2).contains(&taken), "{taken} reads of 1 MiB taken of {COUNT}");
+            assert!(taken < COUNT / 2, "{taken} reads of 1 MiB taken of {COUNT}");
             for _ in 0..COUNT {
                 assert!(client.reply(LENGTH as usize).await.data == pattern);
             }
