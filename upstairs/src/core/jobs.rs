@@ -14,6 +14,7 @@ use newel_protocol::wire::Op;
 use newel_protocol::{BlockRange, BlockState, ExtentId, JobId};
 
 use super::api::{ReplicaId, ReplicaSet, Time};
+use super::trace::Slot;
 
 /// A guest request in the request table. Jobs may outlive their request, so a place that is used again has another stamp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -121,6 +122,8 @@ pub(super) struct Job {
     /// Replicas that a read's data was asked of; the others were asked for contexts.
     pub(super) readers: ReplicaSet,
     pub(super) read: Option<Box<ReadState>>,
+    /// Its timeline, if it is a guest's.
+    pub(super) trace: Slot,
 }
 
 impl Job {
@@ -240,6 +243,13 @@ impl JobTable {
         self.ring.iter().flatten()
     }
 
+    /// The first job from this number on that matches.
+    #[cfg(feature = "trace")]
+    pub(super) fn first_from(&self, id: JobId, mut matches: impl FnMut(&Job) -> bool) -> Option<&Job> {
+        let start = usize::try_from(id.0.saturating_sub(self.base)).unwrap_or(usize::MAX);
+        self.ring.range(start.min(self.ring.len())..).flatten().find(|job| matches(job))
+    }
+
     pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Job> {
         self.ring.iter_mut().flatten()
     }
@@ -304,6 +314,7 @@ mod tests {
             replied: [None; 3],
             readers: ReplicaSet::EMPTY,
             read: None,
+            trace: Slot::NONE,
         }
     }
 

@@ -8,7 +8,12 @@ use super::api::ReplicaId;
 use super::config::ReadPolicy;
 use super::replica::{CatchUpStage, Link, Replica, Role};
 use super::resync::Progress;
-use super::status::{CatchUpStatus, DelayStatus, HealthStatus, ReadsStatus, ReplicaStatus, Status};
+use super::stages::{AT_REPLICA, BEFORE, Stages, Times};
+use super::status::{
+    CatchUpStatus, DelayStatus, HealthStatus, LatencyStatus, ReadsStatus, ReplicaStatus, StageStatus, Status,
+};
+use super::timeline::Operation;
+use super::way::Stage;
 use super::{Core, Phase};
 
 impl Core {
@@ -30,6 +35,8 @@ impl Core {
             scrub: self.scrub.status(self.now),
             reactor: DelayStatus::default(),
             reads: self.reads_status(),
+            trace: self.trace.status(),
+            latency: self.stages().map(latency_of_guests).unwrap_or_default(),
         }
     }
 
@@ -84,6 +91,7 @@ impl Core {
                 let age = u64::try_from(self.now.since(at).as_millis()).unwrap_or(u64::MAX);
                 HealthStatus::new(&health, age)
             }),
+            latency: self.stages().map(|stages| latency_at(stages, replica.id)).unwrap_or_default(),
         }
     }
 
@@ -98,6 +106,43 @@ impl Core {
             .flatten();
         Some(catch_up_of(progress, eta))
     }
+}
+
+fn latency_of_guests(stages: &Stages) -> Vec<LatencyStatus> {
+    let of = |operation: Operation| {
+        let guests = stages.guests(operation);
+        let stages = BEFORE.iter().zip(&guests.before);
+        latency(operation, &guests.whole, Some(guests.bytes), stages)
+    };
+    Operation::ALL.into_iter().filter_map(of).collect()
+}
+
+fn latency_at(stages: &Stages, id: ReplicaId) -> Vec<LatencyStatus> {
+    let at = |operation: Operation| {
+        let replica = stages.replica(id, operation);
+        latency(operation, &replica.whole, None, AT_REPLICA.iter().zip(&replica.stages))
+    };
+    Operation::ALL.into_iter().filter_map(at).collect()
+}
+
+fn latency<'a>(
+    operation: Operation,
+    whole: &Times,
+    bytes: Option<u64>,
+    stages: impl Iterator<Item = (&'a Stage, &'a Times)>,
+) -> Option<LatencyStatus> {
+    let stage = |(stage, times): (&Stage, &Times)| StageStatus {
+        stage: stage.name().into(),
+        count: times.count(),
+        sum_us: times.sum_ns() / 1000,
+    };
+    let operation = operation.name().to_owned();
+    (whole.count() > 0).then(|| LatencyStatus {
+        operation,
+        delays: whole.delays(),
+        bytes,
+        stages: stages.map(stage).collect(),
+    })
 }
 
 fn catch_up_of(progress: Progress, eta_s: Option<u64>) -> CatchUpStatus {

@@ -9,6 +9,8 @@ mod driver;
 pub mod guest;
 mod lag;
 mod link;
+mod metrics;
 pub mod nbd;
 mod run;
+mod scribe;
 mod status_page;

@@ -14,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 use super::config::Config;
 use super::driver::Driver;
 use super::nbd::{self, Listeners, NbdOptions};
+use super::scribe::Scribe;
 use super::status_page;
 use crate::core::api::{Event, StopReason};
 
@@ -35,7 +36,13 @@ async fn serve(config: Config) -> Result<()> {
     let addresses = listeners.addrs();
     let status =
         config.status.as_ref().map(|addr| status_page::bind(addr, config.allow_plaintext)).transpose()?;
-    let driver = Driver::new(config.core.clone(), config.name.clone(), config.replicas.clone());
+    if config.slow_log.is_some() && !cfg!(feature = "trace") {
+        tracing::warn!(
+            "no slow I/O will be told of: this newel-upstairs was built without the feature `trace`"
+        );
+    }
+    let scribe = Scribe::start(config.name.clone(), config.slow_log.clone())?;
+    let driver = Driver::new(config.core.clone(), config.name.clone(), config.replicas.clone(), scribe);
     if let Some(status) = status {
         let driver = driver.clone();
         tokio::task::spawn_local(async move {

@@ -29,6 +29,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::outqueue::SLICES_MAX;
 use super::session::{Session, Taken};
+use crate::core::api::Time;
 use crate::shell::guest::{ConnKey, Volume};
 
 /// One read's buffer: two batches of 32 writes of 4 KiB.
@@ -242,6 +243,8 @@ struct Reader<'a> {
     session: &'a Session,
     volume: &'a dyn Volume,
     key: ConnKey,
+    /// When the socket was read last: whatever lies in the buffer has been here since then, at least.
+    received: Time,
 }
 
 impl<'a> Reader<'a> {
@@ -252,6 +255,7 @@ impl<'a> Reader<'a> {
             session,
             volume,
             key,
+            received: volume.now(),
         }
     }
 
@@ -265,6 +269,7 @@ impl<'a> Reader<'a> {
                         let between = self.parser.is_idle() && self.buffer.bytes.is_empty();
                         return if between { Ok(Closed::Eof) } else { Err(ConnectionError::Cut) };
                     }
+                    self.received = self.volume.now();
                 }
             }
         }
@@ -292,7 +297,7 @@ impl<'a> Reader<'a> {
                 Err(error) => self.session.refuse(cookie, read, error),
                 Ok(command) => {
                     if let Taken::Submit(slot, op) = self.session.take(cookie, command) {
-                        self.volume.submit(self.key.guest(slot), op);
+                        self.volume.submit(self.key.guest(slot), op, self.received);
                         submitted = true;
                     }
                 }

@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use bytes::Bytes;
 
-use crate::core::api::{GuestError, GuestId, GuestOp, GuestReply, Segment, StatusExtent};
+use crate::core::api::{GuestError, GuestId, GuestOp, GuestReply, Segment, StatusExtent, Time};
 use crate::shell::guest::{ConnKey, GuestSink, Volume};
 
 const BLOCK: u64 = 4096;
@@ -153,7 +153,11 @@ impl Volume for Memory {
         assert!(self.sinks.borrow_mut().remove(&key.0).is_some(), "closed once");
     }
 
-    fn submit(&self, guest: GuestId, op: GuestOp) {
+    fn now(&self) -> Time {
+        Time(0)
+    }
+
+    fn submit(&self, guest: GuestId, op: GuestOp, _: Time) {
         self.queue.borrow_mut().push_back((guest, op));
     }
 
