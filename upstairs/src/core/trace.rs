@@ -381,11 +381,10 @@ impl Core {
     /// What is to be read of slow jobs: the slowest of the last hour that guests waited for, then those that only a replica was slow with,
     /// and before both what is over the threshold and under way, the oldest first.
     pub fn slow_records(&self, now: Time) -> Vec<Record> {
-        let threshold = Ticks::of(self.trace.threshold);
         let mut records: Vec<Record> = self
             .in_flight_records(now)
             .into_iter()
-            .filter(|record| record.timeline.ticks(record.now) >= threshold)
+            .filter(|record| record.timeline.record != 0)
             .take(LISTED_SLOW_MAX)
             .collect();
         records.extend(self.trace.slowest.list(now));

@@ -100,7 +100,7 @@ impl Timeline {
         way = match (self.is_read(), self.asked_before(lane_from)) {
             (false, _) => way.to(lane_from, Stage::Away, Some(id)),
             (true, Some(other)) => way.to(lane_from, Stage::Retry, Some(other)),
-            (true, None) => way.to(lane_from, Stage::Throttle, Some(id)),
+            (true, None) => way.to(lane_from, Stage::Throttle, None),
         };
         way = self.along_lane(way, id, end);
         let waits = if self.is_read() { Stage::Held } else { Stage::CatchUp };
@@ -108,12 +108,13 @@ impl Timeline {
         way.to(end, waits, Some(by))
     }
 
-    /// What one replica did with it.
+    /// What one replica did with it, until it answered or left.
     pub fn lanes_way(&self, now: Time, id: ReplicaId) -> Way {
         let lane = &self.lanes[id.index()];
         let Some(first) = lane.first_sent.get() else { return Way::default() };
         let way = Way(vec![Step { stage: Stage::Admission, replica: None, took: first }]);
-        let mut way = self.along_lane(way, id, self.ticks(now));
+        let end = Ticks(first.0.saturating_add(lane.took(self.ticks(now)).0));
+        let mut way = self.along_lane(way, id, end);
         way.0.remove(0);
         way
     }
@@ -304,8 +305,7 @@ mod tests {
             &[
                 (Stage::Admission, None, 30),
                 (Stage::Preparation, None, 20),
-                (Stage::Throttle, None, 20),
-                (Stage::Throttle, Some(1), 20),
+                (Stage::Throttle, None, 40),
                 (Stage::Device, Some(1), 1),
                 (Stage::Held, Some(1), 4),
             ],

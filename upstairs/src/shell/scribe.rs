@@ -104,7 +104,8 @@ fn run(errand: Errand, volume: &str, file: Option<&mut LogFile>) {
             if let Some(file) = file {
                 file.write(&line);
             }
-            tracing::warn!(volume, culprit = %slow.verdict.text, "slow I/O: {line}");
+            // The object comes last, so that it can be cut out of the line.
+            tracing::warn!("slow I/O: {line}");
         }
         // Whoever asked may have hung up by now.
         Errand::List { records, unix_us, answer } => {
