@@ -11,6 +11,7 @@ mod admin;
 mod fault;
 mod http;
 mod size;
+mod slow;
 mod status;
 mod up;
 
@@ -32,6 +33,10 @@ enum Command {
     Up(up::UpArgs),
     /// Show a volume's state, its replicas, their queues, delays and catch-up
     Status(status::StatusArgs),
+    /// Show the slowest I/O of the last hour, and which replica and stage was at fault
+    Slow(slow::SlowArgs),
+    /// Show what is under way, the oldest first, and what it waits for
+    Inflight(slow::InFlightArgs),
     /// Give the place of a replica to a new, empty region while the volume runs
     Replace(admin::ReplaceArgs),
     /// Make a replica answer late or wrong on purpose, for tests and demonstrations
@@ -58,6 +63,8 @@ fn main() -> ExitCode {
         match args.command {
             Command::Up(args) => up::run(args).await,
             Command::Status(args) => status::run(args).await,
+            Command::Slow(args) => slow::slow(args).await,
+            Command::Inflight(args) => slow::in_flight(args).await,
             Command::Replace(args) => admin::replace(args).await,
             Command::Fault(args) => fault::run(args).await,
             Command::Scrub(args) => admin::scrub(args).await,
