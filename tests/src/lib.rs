@@ -15,6 +15,7 @@ pub mod fio;
 pub mod journal;
 pub mod load;
 pub mod lock;
+pub mod metrics;
 pub mod nbd;
 pub mod network;
 pub mod pattern;
