@@ -59,7 +59,7 @@ mod trace;
 #[cfg(not(feature = "trace"))]
 #[path = "trace_off.rs"]
 mod trace;
-#[cfg(all(test, feature = "trace"))]
+#[cfg(test)]
 mod trace_tests;
 mod witness;
 

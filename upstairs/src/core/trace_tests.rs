@@ -1,5 +1,7 @@
 //! Each stage in turn, against replicas in memory: the record names it, and its replica.
 
+#![cfg(feature = "trace")]
+
 use bytes::Bytes;
 use newel_protocol::JobId;
 use newel_protocol::wire::{Reply, Request, StageTimes};
