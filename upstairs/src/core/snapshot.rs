@@ -36,7 +36,7 @@ impl Core {
             reactor: DelayStatus::default(),
             reads: self.reads_status(),
             trace: self.trace.status(),
-            latency: self.stages().map(latency_of_guests).unwrap_or_default(),
+            latency: self.stages().map(|stages| latency_of_guests(&stages)).unwrap_or_default(),
         }
     }
 
@@ -91,7 +91,7 @@ impl Core {
                 let age = u64::try_from(self.now.since(at).as_millis()).unwrap_or(u64::MAX);
                 HealthStatus::new(&health, age)
             }),
-            latency: self.stages().map(|stages| latency_at(stages, replica.id)).unwrap_or_default(),
+            latency: self.stages().map(|stages| latency_at(&stages, replica.id)).unwrap_or_default(),
         }
     }
 

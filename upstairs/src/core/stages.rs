@@ -3,6 +3,8 @@
 //! Invariants:
 //! - Memory is set at the start: nothing is allocated for a job, however long it takes.
 //! - Only guests' jobs count. A read that was cancelled counts for nothing.
+//! - Samples are taken down one after the other and counted by the batch: each would touch some twenty lines of memory all over
+//!   the histograms, which by then the caches have long given to somebody else.
 //!
 //! Unlike those in `protocol/src/lag.rs` these count in units of 256 ns, as stamps come.
 
@@ -99,6 +101,23 @@ pub struct AtReplica {
 pub struct Stages {
     guests: [OfGuests; Operation::ALL.len()],
     replicas: [[AtReplica; Operation::ALL.len()]; ReplicaId::COUNT],
+    /// Not counted yet. At most [`SAMPLES_MAX`].
+    samples: Vec<Sample>,
+}
+
+/// 8 KiB of them.
+const SAMPLES_MAX: usize = 256;
+
+/// What is taken down of a job.
+#[derive(Clone, Copy, Debug)]
+struct Sample {
+    operation: Operation,
+    /// Where, or `None` for the whole job.
+    replica: Option<ReplicaId>,
+    bytes: u32,
+    whole: Ticks,
+    /// Those of [`BEFORE`] or [`AT_REPLICA`].
+    parts: [Ticks; 4],
 }
 
 impl Default for Stages {
@@ -109,6 +128,7 @@ impl Default for Stages {
         Self {
             guests: Operation::ALL.map(guests),
             replicas: ReplicaId::ALL.map(|_| Operation::ALL.map(replica)),
+            samples: Vec::with_capacity(SAMPLES_MAX),
         }
     }
 }
@@ -124,28 +144,55 @@ impl Stages {
 
     /// A job was acknowledged or answered.
     pub(super) fn settled(&mut self, timeline: &Timeline) {
-        let (Some(settled), Some(admitted)) = (timeline.settled.get(), timeline.admitted.get()) else {
+        let (Some(whole), Some(admitted)) = (timeline.settled.get(), timeline.admitted.get()) else {
             return;
         };
         let numbered = timeline.numbered.get().unwrap_or(admitted);
-        let of = &mut self.guests[timeline.operation.index()];
-        of.whole.record(settled);
-        of.bytes = of.bytes.saturating_add(timeline.length);
-        of.before[0].record(admitted);
-        of.before[1].record(numbered.since(admitted));
-        if let Some(first) = timeline.first_sent() {
-            of.before[2].record(first.since(numbered));
-        }
+        let first = timeline.first_sent().unwrap_or(numbered);
+        self.take(Sample {
+            operation: timeline.operation,
+            replica: None,
+            bytes: u32::try_from(timeline.length).unwrap_or(u32::MAX),
+            whole,
+            parts: [admitted, numbered.since(admitted), first.since(numbered), Ticks(0)],
+        });
     }
 
     /// A replica answered.
     pub(super) fn replied(&mut self, id: ReplicaId, operation: Operation, lane: &Lane) {
         let (Some(sent), Some(replied)) = (lane.sent.get(), lane.replied.get()) else { return };
-        let at = &mut self.replicas[id.index()][operation.index()];
-        at.whole.record(replied.since(sent));
-        for (times, took) in at.stages.iter_mut().zip([lane.network(), lane.queue, lane.submit, lane.device])
-        {
-            times.record(took);
+        self.take(Sample {
+            operation,
+            replica: Some(id),
+            bytes: 0,
+            whole: replied.since(sent),
+            parts: [lane.network(), lane.queue, lane.submit, lane.device],
+        });
+    }
+
+    fn take(&mut self, sample: Sample) {
+        if self.samples.len() == SAMPLES_MAX {
+            self.count();
+        }
+        self.samples.push(sample);
+    }
+
+    /// Counts what was taken down.
+    pub(super) fn count(&mut self) {
+        for Sample { operation, replica, bytes, whole, parts } in self.samples.drain(..) {
+            match replica {
+                None => {
+                    let of = &mut self.guests[operation.index()];
+                    of.whole.record(whole);
+                    of.bytes = of.bytes.saturating_add(bytes.into());
+                    of.before.iter_mut().zip(parts).for_each(|(times, took)| times.record(took));
+                }
+                Some(id) => {
+                    let at = &mut self.replicas[id.index()][operation.index()];
+                    at.whole.record(whole);
+                    at.stages.iter_mut().zip(parts).for_each(|(times, took)| times.record(took));
+                }
+            }
         }
     }
 }
@@ -154,7 +201,11 @@ impl Stages {
 mod tests {
     use std::time::Duration;
 
+    use newel_protocol::wire::StageTimes;
+
     use super::*;
+    use crate::core::api::Time;
+    use crate::core::timeline::Stamp;
 
     #[test]
     fn times_are_counted_between_bounds() {
@@ -170,5 +221,35 @@ mod tests {
         assert!((29_000..31_000).contains(&delays.p50_us), "{delays:?}");
         assert!(delays.max_us > 1_000_000_000 && times.sum_ns() > 1_100_000_000_000);
         assert_eq!(Times::new().within(&bounds), [0, 0, 0]);
+    }
+
+    #[test]
+    fn every_sample_is_counted_once() {
+        let mut stages = Stages::default();
+        let mut timeline = Timeline { length: 4096, operation: Operation::Write, ..Timeline::default() };
+        let at = |ms: u64| Time(ms * 1_000_000);
+        (timeline.admitted, timeline.numbered) = (Stamp::at(Ticks(0)), Stamp::at(Ticks(0)));
+        timeline.sent(at(2), ReplicaId(1));
+        timeline.replied(
+            at(10),
+            ReplicaId(1),
+            StageTimes { device_us: 5_000, ..StageTimes::default() },
+            true,
+        );
+        timeline.settle(at(11), false);
+        for _ in 0..3 * SAMPLES_MAX {
+            stages.settled(&timeline);
+            stages.replied(ReplicaId(1), Operation::Write, &timeline.lanes[1]);
+        }
+        assert!(stages.samples.len() <= SAMPLES_MAX && stages.samples.capacity() == SAMPLES_MAX);
+        stages.count();
+        let count = 3 * SAMPLES_MAX as u64;
+        let of = stages.guests(Operation::Write);
+        assert_eq!((of.whole.count(), of.bytes, of.before[2].count()), (count, count * 4096, count));
+        let at = stages.replica(ReplicaId(1), Operation::Write);
+        let mean_us = |times: &Times| times.sum_ns() / 1000 / count;
+        assert_eq!((mean_us(&of.whole), mean_us(&of.before[2]), mean_us(&at.whole)), (10_999, 1_999, 8_000));
+        assert_eq!((mean_us(&at.stages[0]), mean_us(&at.stages[3])), (3_000, 4_999));
+        assert_eq!(stages.replica(ReplicaId(0), Operation::Write).whole.count(), 0);
     }
 }

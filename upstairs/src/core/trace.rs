@@ -12,6 +12,7 @@
 //! What is slow: a job that a guest waited for longer than the threshold, one that a replica took longer for though the guest did not
 //! wait, and one that is under way for longer.
 
+use std::cell::{Ref, RefCell};
 use std::time::Duration;
 
 use newel_protocol::JobId;
@@ -49,7 +50,7 @@ pub(super) struct Tracer {
     threshold: Duration,
     slab: Vec<Option<Timeline>>,
     free: Vec<u32>,
-    stages: Stages,
+    stages: RefCell<Stages>,
     /// By what the guest waited, and by what a replica took that the guest did not wait for.
     slowest: Slowest,
     slowest_replica: Slowest,
@@ -106,7 +107,7 @@ impl Tracer {
             threshold: config.threshold,
             slab: Vec::with_capacity(places),
             free: Vec::with_capacity(places),
-            stages: Stages::default(),
+            stages: RefCell::default(),
             slowest: Slowest::new(),
             slowest_replica: Slowest::new(),
             cursor: JobId(0),
@@ -161,7 +162,7 @@ impl Tracer {
         let Some(timeline) = self.slab.get_mut(slot.0 as usize).and_then(Option::as_mut) else { return };
         timeline.replied(now, replica, times, counts);
         let lane = &timeline.lanes[replica.index()];
-        self.stages.replied(replica, timeline.operation, lane);
+        self.stages.get_mut().replied(replica, timeline.operation, lane);
     }
 
     pub(super) fn cancelled(&mut self, slot: Slot, now: Time, replica: ReplicaId) {
@@ -207,7 +208,7 @@ impl Tracer {
     pub(super) fn settled(&mut self, slot: Slot, now: Time, failed: bool) {
         let Some(timeline) = self.slab.get_mut(slot.0 as usize).and_then(Option::as_mut) else { return };
         timeline.settle(now, failed);
-        self.stages.settled(timeline);
+        self.stages.get_mut().settled(timeline);
     }
 
     /// The job has left the table: what is to be told of it.
@@ -409,8 +410,12 @@ impl Core {
     }
 
     /// How long jobs took since the start.
-    pub fn stages(&self) -> Option<&Stages> {
-        Some(&self.trace.stages)
+    pub fn stages(&self) -> Option<Ref<'_, Stages>> {
+        // Whoever still looks at them has seen all there was.
+        if let Ok(mut stages) = self.trace.stages.try_borrow_mut() {
+            stages.count();
+        }
+        Some(self.trace.stages.borrow())
     }
 
     /// Cheap, and true if timelines are kept for exactly the guests' jobs in the table.
