@@ -4,6 +4,7 @@
 //! - A request in flight holds a slot; its reply frees it. A reply to a free slot is dropped and logged: it is a defect
 //!   of the volume, and must not reach the guest as somebody else's answer.
 //! - Every reply that is queued is whole: a read answers exactly the bytes that were asked for, or fails.
+//! - A guest without structured replies never hears ESHUTDOWN: see [`Session::hides`].
 //! - Nothing here waits or calls into the volume, so replies may come at any time, also inside `Volume::kick`.
 //! - No request is taken while more than `requests_max` of them, or `bytes_max` of their bytes, are in flight or wait to
 //!   be sent. One request alone may exceed the bytes.
@@ -141,8 +142,18 @@ impl Session {
             Errno::Shutdown => "the server is shutting down",
             Errno::Io => "the server can't take the request",
         };
+        if self.hides(error) {
+            return;
+        }
         let structured = read && self.terms.structured;
         self.state.borrow_mut().fail(cookie, structured, error, text);
+    }
+
+    /// Kernels, which ask for no structured replies, take any error for one of the disk: a file system turns read-only. What is left
+    /// unanswered when the connection ends they send again over the next one, to the same volume. So to them the way down is only
+    /// a lost connection.
+    fn hides(&self, error: Errno) -> bool {
+        error == Errno::Shutdown && !self.terms.structured
     }
 
     /// From here on the connection ends as soon as nothing is in flight.
@@ -192,6 +203,7 @@ impl GuestSink for Session {
     fn reply(&self, slot: u32, reply: GuestReply) {
         let mut state = self.state.borrow_mut();
         match state.vacate(slot) {
+            Some(_) if matches!(&reply, GuestReply::Failed(error) if self.hides(describe(*error).0)) => {}
             Some(pending) => state.answer(pending, reply, self.terms.structured),
             None => tracing::error!(slot, "a reply to a request that isn't in flight was dropped"),
         }
