@@ -8,16 +8,21 @@
 
 mod address;
 mod admin;
+mod attach;
 mod fault;
 mod http;
+mod signals;
 mod size;
 mod status;
 mod up;
 
 use std::io::Write as _;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use anyhow::{Context as _, Result};
+use clap::{CommandFactory as _, Parser, Subcommand};
+use clap_complete::Shell;
 
 #[derive(Debug, Parser)]
 #[command(name = "newel", version, about = "Runs and inspects replicated Newel volumes")]
@@ -38,11 +43,36 @@ enum Command {
     Fault(fault::FaultArgs),
     /// Verify every block of every replica in the background, and heal what is bad
     Scrub(admin::ScrubArgs),
+    /// Make a volume a block device of this machine, and keep it connected; in the foreground (root)
+    Attach(attach::AttachArgs),
+    /// Take a device away that `newel attach` made (root)
+    Detach(attach::DetachArgs),
+    /// Write manual pages and shell completions into a directory, for packages
+    #[command(hide = true)]
+    Documents { dir: PathBuf },
+}
+
+fn documents(dir: &Path) -> Result<()> {
+    let write = || {
+        clap_mangen::generate_to(Args::command(), dir)?;
+        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+            clap_complete::generate_to(shell, &mut Args::command(), "newel", dir)?;
+        }
+        std::io::Result::Ok(())
+    };
+    write().with_context(|| format!("cannot write into {}", dir.display()))
 }
 
 /// Prints a line. A reader that has gone away (`newel up | head`) must not bring the volume down.
 fn say(line: &str) {
     writeln!(std::io::stdout(), "{line}").ok();
+}
+
+/// Tells systemd, if it runs this.
+fn tell(states: &[sd_notify::NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(states) {
+        eprintln!("newel: cannot tell systemd: {error}");
+    }
 }
 
 fn main() -> ExitCode {
@@ -61,6 +91,9 @@ fn main() -> ExitCode {
             Command::Replace(args) => admin::replace(args).await,
             Command::Fault(args) => fault::run(args).await,
             Command::Scrub(args) => admin::scrub(args).await,
+            Command::Attach(args) => attach::attach(args).await,
+            Command::Detach(args) => attach::detach(args).await,
+            Command::Documents { dir } => documents(&dir),
         }
     });
     match result {

@@ -19,9 +19,9 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use super::child::{Child, how_it_ended};
 use super::layout::{Layout, REPLICAS};
 use super::programs::Programs;
-use super::signals::{self, Stop};
 use super::volume::Volume;
 use super::{Settings, owner};
+use crate::signals::{self, Stop};
 use crate::{http, say};
 
 /// As systemd does for the units in `tools/systemd`.
