@@ -4,10 +4,8 @@
 
 use std::time::Duration;
 
-use newel_tests::command::{bin_dir, program, sh};
 use newel_tests::lock::Heavy;
-use newel_tests::skip::have;
-use newel_tests::vm::{Disk, Image, Machine, Suite};
+use newel_tests::vm::{self, Machine, Suite};
 use newel_tests::wait;
 
 const VOLUME: &str = "db";
@@ -18,59 +16,38 @@ const ATTACH: &str = "newel-attach@db.service";
 const FILE_SYSTEMS: [&str; 2] = ["ext4", "xfs"];
 const FSTAB: &str = "\
 /dev/vda / ext4 defaults 0 1
-LABEL=newel-ext4 /mnt/ext4 ext4 _netdev,errors=remount-ro,x-systemd.device-timeout=600 0 2
-LABEL=newel-xfs /mnt/xfs xfs _netdev,x-systemd.device-timeout=600 0 0
+LABEL=newel-ext4 /mnt/ext4 ext4 _netdev,errors=remount-ro,x-systemd.device-timeout=infinity 0 2
+LABEL=newel-xfs /mnt/xfs xfs _netdev,x-systemd.device-timeout=infinity 0 0
+";
+const TCP_AS_WELL: &str = "\
+[Service]
+ExecStart=
+ExecStart=/usr/bin/newel-upstairs run --config /etc/newel/upstairs/%i.toml --volume %i --listen unix:/run/newel/%i.sock \
+ --listen tcp:127.0.0.1:10809 --status unix:/run/newel/%i.status.sock
 ";
 /// For what takes seconds on a real processor.
 const SOON: Duration = Duration::from_secs(120);
 /// Any error of the device, and what file systems make of one.
 const TROUBLE: &str = "I/O error|Remounting filesystem read-only|[Ss]hut(ting)? down filesystem|EXT4-fs error|\
                        XFS .*(metadata|Corruption)|hung_task|blocked for more than";
-/// Takes a package off a disk, which is as long as whole sectors.
-const TAKE_PACKAGE: &str = r#"
-import sys
-data = open(sys.argv[1], "rb").read()
-end = 8
-while data[end + 58:end + 60] == b"`\n":
-    length = int(data[end + 48:end + 58])
-    end += 60 + length + length % 2
-open(sys.argv[2], "wb").write(data[:end])
-"#;
-
 struct Host {
     machine: Machine,
 }
 
 impl Host {
     /// A guest with the package installed, three replicas, their volume, and two file systems on it.
-    fn new(test: &str, suite: Suite) -> Option<Self> {
-        if !have(test, &["qemu-system-x86_64", "dpkg-deb", "dpkg-shlibdeps"]) {
-            return None;
-        }
-        let image = Image::of(test, suite)?;
-        let machine = Machine::new(image, |dir| {
-            program("newel");
-            let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../tools/package.sh");
-            let programs = bin_dir();
-            let arguments = ["-b", programs.to_str().unwrap(), "-o", dir.to_str().unwrap()];
-            let package = sh(script, &arguments).ok().stdout;
-            vec![Disk::holding(dir, "package", package.trim().as_ref())]
-        });
+    fn new(test: &str, suite: Suite, options: &str) -> Option<Self> {
+        let machine = vm::guest(test, suite, |_| Vec::new())?;
         let mut host = Self { machine };
         host.machine.switch_on();
-        host.install();
-        host.configure();
+        vm::package::install(&mut host.machine);
+        host.machine.put_program(vm::JOURNAL);
+        host.configure(options);
         host.make_file_systems();
         Some(host)
     }
 
-    fn install(&mut self) {
-        self.machine.put("/root/take", TAKE_PACKAGE);
-        self.machine.sh("python3 /root/take /dev/disk/by-id/virtio-package /root/newel.deb");
-        self.machine.sh("dpkg -i /root/newel.deb");
-    }
-
-    fn configure(&mut self) {
+    fn configure(&mut self, options: &str) {
         for replica in 0..REPLICAS {
             let (name, port) = (format!("{VOLUME}-{replica}"), 7100 + replica);
             self.machine.sh(&format!(
@@ -83,7 +60,10 @@ impl Host {
         let replicas = "[\"127.0.0.1:7100\", \"127.0.0.1:7101\", \"127.0.0.1:7102\"]";
         let config = format!("volume_id = \"{VOLUME_ID}\"\nreplicas = {replicas}\n");
         self.machine.put("/etc/newel/upstairs/db.toml", &config);
-        self.machine.put("/etc/newel/attach/db.conf", "DEVICE=/dev/nbd0\n");
+        self.machine.sh("mkdir -p /etc/systemd/system/newel-upstairs@db.service.d");
+        self.machine.put("/etc/systemd/system/newel-upstairs@db.service.d/tcp.conf", TCP_AS_WELL);
+        self.machine.sh("systemctl daemon-reload");
+        self.machine.put("/etc/newel/attach/db.conf", &format!("DEVICE=/dev/nbd0\nOPTIONS={options}\n"));
         for unit in replica_units().iter().map(String::as_str).chain([UPSTAIRS, ATTACH]) {
             self.machine.sh(&format!("systemctl enable --now {unit}"));
         }
@@ -181,6 +161,28 @@ impl Host {
         self.machine.until(&format!("test $({count}) = {REPLICAS}"), SOON);
     }
 
+    /// What can't be done is said clearly, and changes nothing.
+    fn refusals(&mut self) {
+        let refused = [
+            ("newel detach /dev/nbd0", "in use: unmount it first"),
+            ("newel attach other /dev/nbd0", "in use: attached by newel:db"),
+            ("newel attach x /dev/nbd1 --address unix:/run/newel/db.sock", "no export \"x\""),
+            (
+                "newel attach gone /dev/nbd1 --wait 2s",
+                "no NBD connection to unix:/run/newel/gone.sock within 2s",
+            ),
+            ("newel attach db /dev/sda", "is not an NBD device"),
+            ("newel attach db /dev/nbd1 --block-size 8192", "512, 1024, 2048 or 4096"),
+            ("newel detach /dev/nbd1", "is not attached"),
+            ("runuser -u newel -- newel attach db /dev/nbd1", "root only"),
+        ];
+        for (command, part) in refused {
+            let said = self.machine.run(command);
+            assert!(matches!(said.code, 1 | 2) && said.output.contains(part), "{part:?} is not said: {said}");
+        }
+        self.check_mounts();
+    }
+
     /// A unit that ended in some way under load is back, and nobody has noticed.
     fn ended(&mut self, unit: &str, how: &str) {
         let pid = format!("systemctl show --property MainPID --value {unit}");
@@ -199,6 +201,19 @@ impl Host {
         }
     }
 
+    /// The package goes over to another build under load; it does not go away under it.
+    fn upgraded(&mut self) {
+        let pids = "systemctl show --property MainPID --value 'newel-*@*.service' | sort";
+        let before = self.machine.sh(pids);
+        self.machine.sh("dpkg -i /root/newel.deb");
+        assert_ne!(self.machine.sh(pids), before, "the new programs run");
+        self.all_active();
+        let removed = self.machine.run("dpkg -r newel");
+        assert!(removed.code != 0 && removed.output.contains("/dev/nbd0 is in use"), "{removed}");
+        self.machine.sh(&format!("systemctl is-active {ATTACH}"));
+        self.load_is_well();
+    }
+
     /// After a boot: everything is up and mounted by itself, nothing that was safe is lost, and the file systems are clean.
     fn check_after_boot(&mut self) {
         for target in ["remote-fs.target", "multi-user.target"] {
@@ -214,9 +229,11 @@ impl Host {
     /// The boot before this one ended in the right order, without a wait for anybody.
     fn check_order_of_shutdown(&mut self) {
         let journal = self.machine.sh("journalctl --boot=-1 --no-pager --output=short-monotonic _PID=1 | \
-             grep -E 'Unmounted|Stopped|timed out|Killing|Failed'");
+             grep -E 'Unmounted|Stopped|timed out|Killing'");
+        let lines: Vec<&str> = journal.lines().collect();
+        // Restarts before it are told alike.
         let at = |what: &str| {
-            let found = journal.lines().position(|line| line.contains(what));
+            let found = lines.iter().rposition(|line| line.contains(what));
             found.unwrap_or_else(|| panic!("{what:?} is missing in {journal}"))
         };
         let device = at(&format!("Stopped {ATTACH}"));
@@ -229,11 +246,11 @@ impl Host {
         for replica in replica_units() {
             assert!(volume < at(&format!("Stopped {replica}")), "{journal}");
         }
-        let waited = journal.lines().find(|line| line.contains("timed out") || line.contains("Killing"));
+        let waited = lines.iter().find(|line| line.contains("timed out") || line.contains("Killing"));
         assert_eq!(waited, None, "{journal}");
     }
 
-    /// Detached cleanly, and all replicas hold the same.
+    /// Detached cleanly, all replicas hold the same, and the package goes without them.
     fn take_down(&mut self) {
         self.machine.sh("umount /mnt/ext4 /mnt/xfs");
         self.machine.sh(&format!("systemctl stop {ATTACH}"));
@@ -246,6 +263,7 @@ impl Host {
             digests.push(told.lines().find(|line| line.starts_with("digest:")).unwrap().to_owned());
         }
         assert!(digests.iter().all(|digest| *digest == digests[0]), "{digests:?}");
+        self.machine.sh("dpkg --purge newel && test -e /var/lib/newel/db-0 && test ! -e /etc/newel");
     }
 }
 
@@ -256,8 +274,9 @@ fn replica_units() -> Vec<String> {
 #[test]
 fn a_debian_host_lives_on_it() {
     let _turn = Heavy::take();
-    let Some(mut host) = Host::new("a_debian_host_lives_on_it", Suite::Bookworm) else { return };
+    let Some(mut host) = Host::new("a_debian_host_lives_on_it", Suite::Bookworm, "") else { return };
 
+    host.refusals();
     host.start_load();
     host.each_unit_restarted_and_killed();
 
@@ -269,6 +288,7 @@ fn a_debian_host_lives_on_it() {
     assert_eq!(FILE_SYSTEMS.map(|fs| host.safe(fs)), before, "a sync without an upstairs");
     host.machine.sh(&format!("systemctl start {UPSTAIRS}"));
     host.all_active();
+    host.upgraded();
     host.stop_load();
 
     host.start_load();
@@ -282,6 +302,31 @@ fn a_debian_host_lives_on_it() {
         host.machine.switch_on();
         host.check_after_boot();
     }
+
+    host.take_down();
+    host.machine.power_off();
+}
+
+/// The same in short with the kernel of Debian 13, and with several connections, over TCP.
+#[test]
+fn a_debian_13_host_lives_on_it() {
+    let _turn = Heavy::take();
+    let options = "--connections 4 --resend 10s --address tcp:127.0.0.1:10809";
+    let Some(mut host) = Host::new("a_debian_13_host_lives_on_it", Suite::Trixie, options) else { return };
+
+    host.start_load();
+    for unit in [UPSTAIRS, ATTACH] {
+        host.ended(unit, &format!("systemctl restart {unit}"));
+        host.ended(unit, &format!("systemctl kill --kill-who=main --signal=KILL {unit}"));
+    }
+    host.machine.reboot();
+    host.check_after_boot();
+    host.check_order_of_shutdown();
+
+    host.start_load();
+    host.machine.cut_power();
+    host.machine.switch_on();
+    host.check_after_boot();
 
     host.take_down();
     host.machine.power_off();

@@ -44,7 +44,6 @@ mmdebstrap --quiet --variant=minbase \
   --dpkgopt='path-exclude=/usr/share/locale/*' \
   --essential-hook="$work/prepare" \
   --customize-hook="copy-in $here/agent /usr/local/sbin" \
-  --customize-hook="copy-in $here/journal $here/blocks /usr/local/bin" \
   --customize-hook="copy-in $here/agent.service /etc/systemd/system" \
   --customize-hook="$work/finish" \
   "$suite" "$root"

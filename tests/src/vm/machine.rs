@@ -201,6 +201,13 @@ impl Machine {
         self.sh(&format!("python3 -c \"{write}\" {path} {}", hex(content.as_bytes())));
     }
 
+    /// Puts a program into the guest's path.
+    pub fn put_program(&mut self, (name, content): (&str, &str)) {
+        let path = format!("/usr/local/bin/{name}");
+        self.put(&path, content);
+        self.sh(&format!("chmod +x {path}"));
+    }
+
     fn told_path(&self) -> PathBuf {
         self.dir.path().join("told")
     }

@@ -7,6 +7,31 @@
 
 mod image;
 mod machine;
+pub mod package;
+mod write_log;
+
+use std::path::Path;
+
+use crate::skip::have;
 
 pub use image::{Image, Suite};
 pub use machine::{Disk, Machine, Said};
+pub use write_log::{Loss, WriteLog};
+
+/// A guest of this suite that is switched off, with the package on a disk. `None`, and the test recorded as skipped, if that can't be
+/// had here.
+pub fn guest(test: &str, suite: Suite, disks: impl FnOnce(&Path) -> Vec<Disk>) -> Option<Machine> {
+    if !have(test, &["qemu-system-x86_64", "dpkg-deb", "dpkg-shlibdeps"]) {
+        return None;
+    }
+    let image = Image::of(test, suite)?;
+    Some(Machine::new(image, |dir| {
+        let mut all = disks(dir);
+        all.push(package::disk(dir));
+        all
+    }))
+}
+
+/// Programs of a test in `tests/vm`, for the guest's `/usr/local/bin`.
+pub const JOURNAL: (&str, &str) = ("journal", include_str!("../../vm/journal"));
+pub const BLOCKS: (&str, &str) = ("blocks", include_str!("../../vm/blocks"));

@@ -52,10 +52,17 @@ pub(super) async fn keep(
         Holder::Nobody => {
             let attached = tokio::select! {
                 biased;
-                () = stop.requested() => return Ok(()),
-                attached = attach(plan, kernel, patience) => attached,
+                () = stop.requested() => None,
+                attached = attach(plan, kernel, patience) => Some(attached),
             };
-            attached?;
+            match attached {
+                Some(result) => result?,
+                // It may have got so far.
+                None if plan.device.holder() == Holder::Backend(plan.backend.clone()) => {
+                    return leave(plan, kernel).await;
+                }
+                None => return Ok(()),
+            }
             say(&format!("{} is volume {} at {}", plan.device, plan.export, plan.address));
         }
         Holder::Backend(backend) if backend == plan.backend => {
@@ -119,7 +126,6 @@ struct Loss {
 }
 
 impl Loss {
-    #[expect(clippy::disallowed_methods, reason = "for how long the volume was away is told to the operator")]
     fn new(known: bool) -> Self {
         Self { known, told: false, retry: RETRY_FIRST, since: tokio::time::Instant::now() }
     }

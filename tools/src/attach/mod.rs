@@ -111,7 +111,7 @@ impl Plan {
     /// The kernel's own limit on a request: only with several connections, as with one it would give up a connection that is
     /// merely slow.
     fn kernel_timeout_s(&self) -> Option<u64> {
-        (self.connections > 1).then(|| self.resend.as_secs())
+        (self.connections > 1).then_some(self.resend.as_secs())
     }
 }
 
