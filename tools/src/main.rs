@@ -8,6 +8,7 @@
 
 mod address;
 mod admin;
+mod bench;
 mod fault;
 mod http;
 mod size;
@@ -38,6 +39,8 @@ enum Command {
     Fault(fault::FaultArgs),
     /// Verify every block of every replica in the background, and heal what is bad
     Scrub(admin::ScrubArgs),
+    /// Measure a volume with fio and show what its replicas did meanwhile; overwrites what it holds
+    Bench(bench::BenchArgs),
 }
 
 /// Prints a line. A reader that has gone away (`newel up | head`) must not bring the volume down.
@@ -61,6 +64,7 @@ fn main() -> ExitCode {
             Command::Replace(args) => admin::replace(args).await,
             Command::Fault(args) => fault::run(args).await,
             Command::Scrub(args) => admin::scrub(args).await,
+            Command::Bench(args) => bench::run(args).await,
         }
     });
     match result {

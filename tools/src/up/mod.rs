@@ -11,7 +11,7 @@ pub(crate) mod layout;
 mod owner;
 mod programs;
 mod regions;
-mod signals;
+pub(crate) mod signals;
 pub(crate) mod volume;
 
 use std::path::PathBuf;
