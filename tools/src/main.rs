@@ -13,6 +13,8 @@ mod fault;
 mod http;
 mod size;
 mod status;
+mod top;
+mod units;
 mod up;
 
 use std::io::Write as _;
@@ -33,6 +35,8 @@ enum Command {
     Up(up::UpArgs),
     /// Show a volume's state, its replicas, their queues, delays and catch-up
     Status(status::StatusArgs),
+    /// Watch a volume and its replicas live in this terminal
+    Top(top::TopArgs),
     /// Give the place of a replica to a new, empty region while the volume runs
     Replace(admin::ReplaceArgs),
     /// Make a replica answer late or wrong on purpose, for tests and demonstrations
@@ -61,6 +65,7 @@ fn main() -> ExitCode {
         match args.command {
             Command::Up(args) => up::run(args).await,
             Command::Status(args) => status::run(args).await,
+            Command::Top(args) => top::run(args).await,
             Command::Replace(args) => admin::replace(args).await,
             Command::Fault(args) => fault::run(args).await,
             Command::Scrub(args) => admin::scrub(args).await,

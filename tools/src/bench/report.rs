@@ -5,8 +5,9 @@ use serde_json::json;
 
 use super::chart::{self, Band, Line, Panel, Scale, escaped, svg};
 use super::model::{Direction, ReplicaSample, Run, Window};
-use super::table::{self, MIB, Table, decimals};
+use super::table::{self, Table};
 use crate::size::human;
+use crate::units::{MIB, decimals, time};
 
 const STYLE: &str = include_str!("report.css");
 const SCRIPT: &str = include_str!("report.js");
@@ -106,8 +107,8 @@ fn panels(run: &Run) -> Vec<Panel> {
     panels.push(replicas("Pending bytes at each replica", mib, None, |of| of.queue_bytes as f64 / MIB));
     let limit = run.volume.as_ref().is_some_and(|volume| volume.throttle);
     let limit = limit.then_some((LEAD_LIMIT_US, "throttled above this (default)"));
-    panels.push(replicas("Lead over the slowest replica", table::time, limit, |of| of.lead_us as f64));
-    panels.push(replicas("Delay put on reads to each replica", table::time, None, |of| of.delay_us as f64));
+    panels.push(replicas("Lead over the slowest replica", time, limit, |of| of.lead_us as f64));
+    panels.push(replicas("Delay put on reads to each replica", time, None, |of| of.delay_us as f64));
     panels
 }
 
@@ -149,7 +150,7 @@ fn latencies(run: &Run, direction: Direction) -> Option<Panel> {
     };
     let lines: Vec<Line> = of.into_iter().map(line).collect();
     let any = lines.iter().any(|line| line.points.iter().any(|(_, value)| value.is_some()));
-    any.then_some(Panel { title, scale: Scale::Log, show: table::time, lines, mark: None })
+    any.then_some(Panel { title, scale: Scale::Log, show: time, lines, mark: None })
 }
 
 /// One point in the middle of each window, and a gap where there is none.

@@ -14,6 +14,7 @@ use newel_protocol::wire::Op;
 use newel_protocol::{BlockRange, BlockState, ExtentId, JobId};
 
 use super::api::{ReplicaId, ReplicaSet, Time};
+use super::work::Done;
 
 /// A guest request in the request table. Jobs may outlive their request, so a place that is used again has another stamp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -149,24 +150,37 @@ impl Job {
         !self.is_read() && !self.is_internal()
     }
 
+    /// What this replica's answer is counted as, and the data that goes there or comes from there.
+    pub(super) fn work_at(&self, id: ReplicaId) -> (Done, u64) {
+        let data = self.cost.saturating_sub(BASE_COST) as u64;
+        match self.op {
+            Op::Read { .. } => (Done::Read, if self.readers.contains(id) { data } else { 0 }),
+            Op::Write { .. } | Op::Store { .. } => (Done::Write, data),
+            Op::Zero { .. } | Op::Flush => (Done::Other, 0),
+        }
+    }
+
     /// A change of blocks whose version is its number.
     pub(super) fn is_write(&self) -> bool {
         matches!(self.op, Op::Write { .. } | Op::Zero { .. })
     }
 }
 
+/// What a job counts for beside its bytes.
+const BASE_COST: usize = 256;
+
 /// The bytes that a job counts for: what travels with it or with its answer.
 pub(super) fn cost(op: &Op, payload: &Bytes) -> usize {
-    const BASE: usize = 256;
-    BASE + match op {
-        Op::Read { range, mode } => match mode {
-            newel_protocol::wire::ReadMode::Contexts | newel_protocol::wire::ReadMode::Verify => {
-                range.count as usize * 17
-            }
-            newel_protocol::wire::ReadMode::Data | newel_protocol::wire::ReadMode::Raw => range.bytes(),
-        },
-        Op::Write { .. } | Op::Zero { .. } | Op::Flush | Op::Store { .. } => payload.len(),
-    }
+    BASE_COST
+        + match op {
+            Op::Read { range, mode } => match mode {
+                newel_protocol::wire::ReadMode::Contexts | newel_protocol::wire::ReadMode::Verify => {
+                    range.count as usize * 17
+                }
+                newel_protocol::wire::ReadMode::Data | newel_protocol::wire::ReadMode::Raw => range.bytes(),
+            },
+            Op::Write { .. } | Op::Zero { .. } | Op::Flush | Op::Store { .. } => payload.len(),
+        }
 }
 
 /// Jobs by number. Numbers are dense, so this is a ring with holes.

@@ -17,6 +17,7 @@
 pub mod api;
 pub mod config;
 pub mod status;
+pub mod work;
 
 mod activation;
 mod catchup;
@@ -104,6 +105,8 @@ pub struct Core {
     /// Unsettled guest jobs and their bytes: what the volume's bound counts.
     open_jobs: usize,
     open_bytes: usize,
+    /// What guests asked for, from admission to the answer.
+    work: work::WorkStatus,
     /// Nothing is admitted before.
     admit_at: Time,
     heals_in_flight: usize,
@@ -154,6 +157,7 @@ impl Core {
             blocks: 0,
             open_jobs: 0,
             open_bytes: 0,
+            work: work::WorkStatus::default(),
             admit_at: Time(0),
             heals_in_flight: 0,
             next_query: 1,

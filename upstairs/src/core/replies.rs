@@ -69,6 +69,7 @@ impl Core {
         let sent = job.sent[id.index()];
         let (cost, took) = (job.cost, now.since(sent));
         let (is_read, owner) = (job.is_read(), job.owner);
+        let (done, data) = job.work_at(id);
         let gave_data = job.readers.contains(id);
         let cancelled = job.is_guest_read() && result == Err(JobError::Cancelled);
         if !cancelled {
@@ -92,6 +93,7 @@ impl Core {
         let active = replica.is_active();
         if active && !matches!(owner, Owner::Internal(_)) {
             replica.times.record(took);
+            replica.work.record(done, data, took);
         }
         match (result, owner) {
             (Err(error), Owner::Internal(_)) if !is_read => {

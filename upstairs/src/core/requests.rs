@@ -13,6 +13,7 @@
 //! acknowledged, which costs one round trip instead of two.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use newel_protocol::wire::{Op, ReadMode, ZeroMode};
@@ -23,6 +24,7 @@ use super::api::{Action, GuestError, GuestId, GuestOp, GuestReply, Segment, Stat
 use super::jobs::{AnswerBlocks, Owner, ReqKey, pieces};
 use super::kept::Kept;
 use super::reads::Urgency;
+use super::work::Done;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 /// Jobs without payload that one request may have under way: a 4 GiB trim must not fill the volume's bound by itself.
@@ -509,7 +511,11 @@ impl Core {
             return;
         }
         let Some(request) = self.requests.remove(key) else { return };
-        self.pace.note(self.now, self.now.since(request.admitted));
+        let took = self.now.since(request.admitted);
+        self.pace.note(self.now, took);
+        if request.failed.is_none() {
+            self.count(&request, took);
+        }
         let reply = match request.failed {
             Some(error) => GuestReply::Failed(error),
             None => match request.kind {
@@ -519,6 +525,17 @@ impl Core {
             },
         };
         self.reply_guest(request.guest, reply);
+    }
+
+    fn count(&mut self, request: &GuestRequest, took: Duration) {
+        let done = match &request.kind {
+            Kind::Read { .. } => Done::Read,
+            Kind::Change(Change { what: What::Write(_), .. }) => Done::Write,
+            Kind::Change(_) | Kind::Flush => Done::Other,
+            // Asks for no data, and is answered from contexts.
+            Kind::Status { .. } => return,
+        };
+        self.work.record(done, request.length, took);
     }
 
     fn reply_guest(&mut self, guest: GuestId, reply: GuestReply) {

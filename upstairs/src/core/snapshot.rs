@@ -30,6 +30,7 @@ impl Core {
             scrub: self.scrub.status(self.now),
             reactor: DelayStatus::default(),
             reads: self.reads_status(),
+            work: self.work.clone(),
         }
     }
 
@@ -80,6 +81,7 @@ impl Core {
             reconnects: replica.reconnects,
             healed_blocks: replica.healed_blocks,
             ping_us: replica.ping_us,
+            work: replica.work.clone(),
             health: replica.health.map(|(at, health)| {
                 let age = u64::try_from(self.now.since(at).as_millis()).unwrap_or(u64::MAX);
                 HealthStatus::new(&health, age)

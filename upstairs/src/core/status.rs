@@ -3,6 +3,8 @@
 use newel_protocol::lag::{Delays, Health, Stall};
 use serde::{Deserialize, Serialize};
 
+use super::work::WorkStatus;
+
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     pub volume: String,
@@ -24,6 +26,9 @@ pub struct Status {
     /// How late the reactor of the upstairs itself was.
     pub reactor: DelayStatus,
     pub reads: ReadsStatus,
+    /// What guests asked for and got, from admission to the answer.
+    #[serde(default)]
+    pub work: WorkStatus,
 }
 
 /// Delays since the start of a process, and the one that stood out.
@@ -165,6 +170,9 @@ pub struct ReplicaStatus {
     pub ping_us: Option<u64>,
     /// What it said of itself with the last ping.
     pub health: Option<HealthStatus>,
+    /// What it did for guests while it was active, from sending a job to its answer.
+    #[serde(default)]
+    pub work: WorkStatus,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
