@@ -157,6 +157,10 @@ impl Cluster {
         self.dir().join(format!("{name}{suffix}.sock"))
     }
 
+    pub fn status_socket(&self) -> PathBuf {
+        self.socket("status", &self.suffix)
+    }
+
     /// A guest's connection, as soon as the volume serves.
     #[track_caller]
     pub fn connect(&self) -> Client {

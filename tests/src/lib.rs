@@ -8,6 +8,7 @@
 
 #![expect(clippy::print_stderr, reason = "tests talk to whoever runs them")]
 
+pub mod browser;
 pub mod cluster;
 pub mod command;
 pub mod damage;

@@ -10,5 +10,6 @@ pub mod guest;
 mod lag;
 mod link;
 pub mod nbd;
+mod page;
 mod run;
 mod status_page;

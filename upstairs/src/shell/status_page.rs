@@ -1,4 +1,4 @@
-//! The status over HTTP: `GET /status` answers with [`Status`] as JSON. `POST` is for operators, see [`super::admin`].
+//! The status over HTTP: `GET /status` answers with [`Status`] as JSON, `GET /` with a page for people (see [`super::page`]). `POST` is for operators, see [`super::admin`].
 //!
 //! Invariants:
 //! - A slow or silent reader holds up nothing: the reactor answers each question in one go.
@@ -14,6 +14,7 @@ use tokio::sync::mpsc;
 use super::admin::{self, Ask, Asker, Refused};
 use super::driver::Driver;
 use super::nbd::{BindError, ListenAddr, Listeners};
+use super::page;
 use crate::core::status::Status;
 
 /// Questions that may wait for the reactor at once.
@@ -30,6 +31,7 @@ pub(super) async fn serve(listeners: Listeners, driver: Rc<Driver>) -> std::io::
     let (asks, mut asked) = mpsc::channel(WAITING_MAX);
     let admin = admin::is_local(&listeners.addrs());
     let app = Router::new()
+        .route("/", get(page::page))
         .route("/status", get(status))
         .route("/replace", post(admin::replace))
         .route("/scrub", post(admin::scrub))
