@@ -24,6 +24,8 @@ mkfs.btrfs btrfs-progs
 strace strace
 jq jq
 systemd-analyze systemd
+chromium chromium
+bpftrace bpftrace
 END
 }
 PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
