@@ -35,8 +35,6 @@ enum Command {
     Up(up::UpArgs),
     /// Show a volume's state, its replicas, their queues, delays and catch-up
     Status(status::StatusArgs),
-    /// Watch a volume and its replicas live in this terminal
-    Top(top::TopArgs),
     /// Give the place of a replica to a new, empty region while the volume runs
     Replace(admin::ReplaceArgs),
     /// Make a replica answer late or wrong on purpose, for tests and demonstrations
@@ -45,6 +43,8 @@ enum Command {
     Scrub(admin::ScrubArgs),
     /// Measure a volume with fio and show what its replicas did meanwhile; overwrites what it holds
     Bench(bench::BenchArgs),
+    /// Watch a volume and its replicas live in this terminal
+    Top(top::TopArgs),
 }
 
 /// Prints a line. A reader that has gone away (`newel up | head`) must not bring the volume down.
@@ -65,11 +65,11 @@ fn main() -> ExitCode {
         match args.command {
             Command::Up(args) => up::run(args).await,
             Command::Status(args) => status::run(args).await,
-            Command::Top(args) => top::run(args).await,
             Command::Replace(args) => admin::replace(args).await,
             Command::Fault(args) => fault::run(args).await,
             Command::Scrub(args) => admin::scrub(args).await,
             Command::Bench(args) => bench::run(args).await,
+            Command::Top(args) => top::run(args).await,
         }
     });
     match result {

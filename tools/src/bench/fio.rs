@@ -241,7 +241,10 @@ fn add(job: &mut Job, sum: &mut Histogram, direction: Direction, reported: &Repo
         (ios, iops, bytes_per_s) = (ios + others.ios, iops + others.iops, bytes_per_s + others.bytes_per_s);
         max_us = max_us.into_iter().chain(others.max_us).reduce(f64::max);
     }
-    let [p50_us, p99_us, p999_us] = [500, 990, 999].map(|per_mille| sum.quantile_us(per_mille));
+    // A bin's middle may lie above the largest of all, which is known exactly.
+    let exact = max_us.unwrap_or(f64::INFINITY);
+    let quantile = |per_mille| sum.quantile_us(per_mille).map(|us| us.min(exact));
+    let [p50_us, p99_us, p999_us] = [500, 990, 999].map(quantile);
     job.figures.push(Figures { direction, ios, iops, bytes_per_s, p50_us, p99_us, p999_us, max_us });
 }
 

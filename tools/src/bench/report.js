@@ -13,8 +13,9 @@ function nearest(points, at) {
   }
   const before = points[low - 1];
   const after = points[low];
-  if (!before || !after) return before || after;
-  return at - before[0] < after[0] - at ? before : after;
+  const close = !before || (after && after[0] - at < at - before[0]) ? after : before;
+  // Beyond that the curve tells of something else, such as another job.
+  return close && Math.abs(close[0] - at) <= Math.max(1, curves.end / 200) ? close : undefined;
 }
 
 function show(at) {

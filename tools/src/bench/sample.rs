@@ -9,7 +9,7 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result};
-use newel_upstairs::core::status::Status;
+use newel_upstairs::core::status::{ReplicaStatus, Status};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::{MissedTickBehavior, interval};
@@ -131,7 +131,7 @@ fn changes(old: Option<&Status>, new: &Status) -> Vec<String> {
     let Some(old) = old else {
         // At the begin only what is not as it should be.
         for replica in new.replicas.iter().filter(|replica| replica.state != "active") {
-            told.push(format!("replica {} is {}", replica.id, replica.state.replace('_', " ")));
+            told.push(in_state(replica));
         }
         return told;
     };
@@ -141,7 +141,7 @@ fn changes(old: Option<&Status>, new: &Status) -> Vec<String> {
     for (old, new) in old.replicas.iter().zip(&new.replicas) {
         if old.state != new.state {
             let why = new.reason.as_ref().map_or_else(String::new, |reason| format!(": {reason}"));
-            told.push(format!("replica {} is {}{why}", new.id, new.state.replace('_', " ")));
+            told.push(format!("{}{why}", in_state(new)));
         }
         if old.faults != new.faults {
             let faults = new.faults.as_deref().unwrap_or("off");
@@ -161,6 +161,13 @@ fn changes(old: Option<&Status>, new: &Status) -> Vec<String> {
     told
 }
 
+fn in_state(replica: &ReplicaStatus) -> String {
+    match replica.state.as_str() {
+        "left" => format!("replica {} has left", replica.id),
+        state => format!("replica {} is {}", replica.id, state.replace('_', " ")),
+    }
+}
+
 pub(super) async fn ask(address: &Address) -> Result<Status> {
     let body = http::get(address, "/status").await?;
     serde_json::from_slice(&body)
@@ -178,8 +185,6 @@ pub(super) fn unix_ms() -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use newel_upstairs::core::status::ReplicaStatus;
-
     use super::*;
 
     fn status(queue_jobs: usize) -> Status {
@@ -224,7 +229,7 @@ mod tests {
         let told: Vec<(u64, &str)> =
             samples.happenings.iter().map(|told| (told.at_ms, told.what.as_str())).collect();
         let expected = [
-            (100, "replica 2 is left: its connection broke"),
+            (100, "replica 2 has left: its connection broke"),
             (100, "reads are throttled: a replica is slow"),
             (300, "the status does not answer"),
         ];

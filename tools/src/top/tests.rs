@@ -39,7 +39,10 @@ fn look(looks: u64) -> Look {
     let stage = |name: &str, us: u64| serde_json::json!({ "stage": name, "count": 100 * looks, "sum_us": us * 100 * looks });
     for (id, replica) in json["replicas"].as_array_mut().unwrap().iter_mut().enumerate() {
         replica["work"] = work(if id == 2 { 100 } else { 60 });
-        replica["latency"] = serde_json::json!([{ "operation": "read", "stages": [stage("network", 200), stage("device", 800)] }]);
+        replica["latency"] = serde_json::json!([{
+            "operation": "read", "count": 100 * looks, "p50_us": 1000, "p99_us": 1000, "p999_us": 1000, "max_us": 1000, "bytes": null,
+            "stages": [stage("network", 200), stage("device", 800)]
+        }]);
     }
     Look::parse(json.to_string().as_bytes(), "12:00:00".into()).unwrap()
 }

@@ -14,7 +14,6 @@ use newel_protocol::wire::Op;
 use newel_protocol::{BlockRange, BlockState, ExtentId, JobId};
 
 use super::api::{ReplicaId, ReplicaSet, Time};
-use super::work::Done;
 
 /// A guest request in the request table. Jobs may outlive their request, so a place that is used again has another stamp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -151,7 +150,8 @@ impl Job {
     }
 
     /// What this replica's answer is counted as, and the data that goes there or comes from there.
-    pub(super) fn work_at(&self, id: ReplicaId) -> (Done, u64) {
+    pub(super) fn work_at(&self, id: ReplicaId) -> (super::work::Done, u64) {
+        use super::work::Done;
         let data = self.cost.saturating_sub(BASE_COST) as u64;
         match self.op {
             Op::Read { .. } => (Done::Read, if self.readers.contains(id) { data } else { 0 }),

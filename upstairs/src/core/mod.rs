@@ -17,7 +17,6 @@
 pub mod api;
 pub mod config;
 pub mod status;
-pub mod work;
 
 mod activation;
 mod catchup;
@@ -46,6 +45,7 @@ mod throttle;
 #[cfg(test)]
 mod throttle_tests;
 mod witness;
+pub mod work;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;

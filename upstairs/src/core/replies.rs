@@ -69,8 +69,8 @@ impl Core {
         let sent = job.sent[id.index()];
         let (cost, took) = (job.cost, now.since(sent));
         let (is_read, owner) = (job.is_read(), job.owner);
-        let (done, data) = job.work_at(id);
         let gave_data = job.readers.contains(id);
+        let (done, data) = job.work_at(id);
         let cancelled = job.is_guest_read() && result == Err(JobError::Cancelled);
         if !cancelled {
             job.replied[id.index()] = Some(now);

@@ -13,7 +13,6 @@
 //! acknowledged, which costs one round trip instead of two.
 
 use std::collections::VecDeque;
-use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use newel_protocol::wire::{Op, ReadMode, ZeroMode};
@@ -511,11 +510,8 @@ impl Core {
             return;
         }
         let Some(request) = self.requests.remove(key) else { return };
-        let took = self.now.since(request.admitted);
-        self.pace.note(self.now, took);
-        if request.failed.is_none() {
-            self.count(&request, took);
-        }
+        self.pace.note(self.now, self.now.since(request.admitted));
+        self.count(&request);
         let reply = match request.failed {
             Some(error) => GuestReply::Failed(error),
             None => match request.kind {
@@ -527,7 +523,10 @@ impl Core {
         self.reply_guest(request.guest, reply);
     }
 
-    fn count(&mut self, request: &GuestRequest, took: Duration) {
+    fn count(&mut self, request: &GuestRequest) {
+        if request.failed.is_some() {
+            return;
+        }
         let done = match &request.kind {
             Kind::Read { .. } => Done::Read,
             Kind::Change(Change { what: What::Write(_), .. }) => Done::Write,
@@ -535,7 +534,7 @@ impl Core {
             // Asks for no data, and is answered from contexts.
             Kind::Status { .. } => return,
         };
-        self.work.record(done, request.length, took);
+        self.work.record(done, request.length, self.now.since(request.admitted));
     }
 
     fn reply_guest(&mut self, guest: GuestId, reply: GuestReply) {

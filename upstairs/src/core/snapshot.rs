@@ -24,13 +24,13 @@ impl Core {
             bytes_in_flight: self.open_bytes,
             guest_connections: 0,
             guest_requests: self.requests.open(),
+            work: self.work.clone(),
             oldest_request_us: self.oldest_request().map_or(0, |admitted| to_us(self.now.since(admitted))),
             replicas: ReplicaId::ALL.iter().map(|&id| self.replica_status(self.replica(id))).collect(),
             membership_epoch: self.membership.epoch,
             scrub: self.scrub.status(self.now),
             reactor: DelayStatus::default(),
             reads: self.reads_status(),
-            work: self.work.clone(),
         }
     }
 
@@ -80,8 +80,8 @@ impl Core {
             last_catch_up: replica.last_catch_up.map(|copied| catch_up_of(copied, None)),
             reconnects: replica.reconnects,
             healed_blocks: replica.healed_blocks,
-            ping_us: replica.ping_us,
             work: replica.work.clone(),
+            ping_us: replica.ping_us,
             health: replica.health.map(|(at, health)| {
                 let age = u64::try_from(self.now.since(at).as_millis()).unwrap_or(u64::MAX);
                 HealthStatus::new(&health, age)

@@ -19,6 +19,9 @@ pub struct Status {
     pub guest_requests: usize,
     /// Age of the oldest request that was admitted and isn't answered.
     pub oldest_request_us: u64,
+    /// What guests asked for and got, from admission to the answer.
+    #[serde(default)]
+    pub work: WorkStatus,
     pub replicas: Vec<ReplicaStatus>,
     /// How often the members of the volume were set: 1, and one more for each replacement.
     pub membership_epoch: u32,
@@ -26,9 +29,6 @@ pub struct Status {
     /// How late the reactor of the upstairs itself was.
     pub reactor: DelayStatus,
     pub reads: ReadsStatus,
-    /// What guests asked for and got, from admission to the answer.
-    #[serde(default)]
-    pub work: WorkStatus,
 }
 
 /// Delays since the start of a process, and the one that stood out.
@@ -166,13 +166,13 @@ pub struct ReplicaStatus {
     pub last_catch_up: Option<CatchUpStatus>,
     pub reconnects: u64,
     pub healed_blocks: u64,
+    /// What it did for guests while it was active, from sending a job to its answer.
+    #[serde(default)]
+    pub work: WorkStatus,
     /// How long it took to answer the last ping.
     pub ping_us: Option<u64>,
     /// What it said of itself with the last ping.
     pub health: Option<HealthStatus>,
-    /// What it did for guests while it was active, from sending a job to its answer.
-    #[serde(default)]
-    pub work: WorkStatus,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

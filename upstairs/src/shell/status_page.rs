@@ -1,4 +1,4 @@
-//! The status over HTTP: `GET /status` answers with [`Status`] as JSON, `GET /` with a page for people (see [`super::page`]). `POST` is for operators, see [`super::admin`].
+//! The status over HTTP: `GET /status` answers with [`Status`] as JSON. `POST` is for operators, see [`super::admin`].
 //!
 //! Invariants:
 //! - A slow or silent reader holds up nothing: the reactor answers each question in one go.

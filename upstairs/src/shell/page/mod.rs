@@ -17,9 +17,8 @@ const PAGE: &str = concat!(
     include_str!("page.js"),
     "</script>\n</body>\n</html>\n",
 );
-/// What stands in the document itself, and this address; no other frame may hold it.
-const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'; \
-                      base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+/// What stands in the document itself, and this address; no other page may frame it.
+const POLICY: &str = include_str!("policy.txt").trim_ascii();
 
 pub(super) async fn page() -> impl IntoResponse {
     let headers =
