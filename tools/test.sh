@@ -12,6 +12,7 @@ packages() { # program and the Debian package that has it
 fio fio
 nbdinfo libnbd-bin
 nbdcopy libnbd-bin
+nbd-client nbd-client
 /usr/lib/python3/dist-packages/nbd.py python3-libnbd
 qemu-img qemu-utils
 qemu-io qemu-utils
@@ -24,7 +25,23 @@ mkfs.btrfs btrfs-progs
 strace strace
 jq jq
 systemd-analyze systemd
+chromium chromium
+bpftrace bpftrace
+qemu-system-x86_64 qemu-system-x86
+mmdebstrap mmdebstrap
+dpkg-shlibdeps dpkg-dev
+strip binutils
 END
+}
+install() { # PACKAGE...
+  local packages=$*
+  case " $packages " in
+    *" qemu-system-x86 "*)
+      # QEMU's tools of another version exclude it, and apt would take them away.
+      packages="$packages qemu-utils=$(apt-cache policy qemu-system-x86 | sed -n 's/^ *Candidate: //p')" ;;
+  esac
+  # shellcheck disable=SC2086 # several packages
+  apt-get install -y --no-install-recommends --allow-downgrades $packages >/dev/null
 }
 PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
 missing=$(packages | while read -r program package; do
@@ -34,8 +51,7 @@ if [ -n "$missing" ]; then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "installing: $missing"
     # shellcheck disable=SC2086 # several packages
-    apt-get install -y --no-install-recommends $missing >/dev/null ||
-      { apt-get update >/dev/null && apt-get install -y --no-install-recommends $missing >/dev/null; } ||
+    install $missing || { apt-get update >/dev/null && install $missing; } ||
       echo "could not install: $missing; the tests that need them will be skipped" >&2
   else
     echo "missing: $missing; the tests that need them will be skipped (as root they would be installed)" >&2

@@ -2,9 +2,11 @@
 //!
 //! Exit codes: 0 done, 1 failed, 2 asked wrongly.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use clap::{Args, Parser, Subcommand};
+use anyhow::Context as _;
+use clap::{Args, CommandFactory as _, Parser, Subcommand};
+use clap_complete::Shell;
 use newel_downstairs::disk::cli::{CheckArgs, CreateArgs, DumpArgs};
 use newel_downstairs::disk::{CacheMode, EngineKind};
 use newel_downstairs::shell::Settings;
@@ -33,6 +35,20 @@ pub(crate) enum Command {
     Check(CheckArgs),
     /// Show a region's header, activity log and contexts
     Dump(DumpArgs),
+    /// Write manual pages and shell completions into a directory, for packages
+    #[command(hide = true)]
+    Documents { dir: PathBuf },
+}
+
+pub(crate) fn documents(dir: &Path) -> anyhow::Result<()> {
+    let write = || {
+        clap_mangen::generate_to(Cli::command(), dir)?;
+        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+            clap_complete::generate_to(shell, &mut Cli::command(), "newel-downstairs", dir)?;
+        }
+        std::io::Result::Ok(())
+    };
+    write().with_context(|| format!("cannot write into {}", dir.display()))
 }
 
 #[derive(Debug, Args)]

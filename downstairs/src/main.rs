@@ -27,6 +27,7 @@ fn main() -> ExitCode {
         Command::Create(args) => log_to_stderr("warn").and_then(|()| disk::cli::create(&args)),
         Command::Check(args) => log_to_stderr("warn").and_then(|()| disk::cli::check(&args)),
         Command::Dump(args) => log_to_stderr("warn").and_then(|()| disk::cli::dump(&args)),
+        Command::Documents { dir } => cli::documents(&dir),
     };
     exit_code(outcome, 1)
 }

@@ -16,6 +16,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use newel_upstairs::core::slow::SlowIo;
 use newel_upstairs::core::status::Status;
 use rustix::process::{Signal, kill_process};
 use uuid::Uuid;
@@ -279,16 +280,44 @@ impl Cluster {
 
     // --- state ------------------------------------------------------------------------------------
 
+    pub fn status_socket(&self) -> PathBuf {
+        self.socket("status", &self.suffix)
+    }
+
     /// The status page, unless the upstairs is away or stopped.
     pub fn try_status(&self) -> Option<Status> {
-        let mut stream = UnixStream::connect(self.socket("status", &self.suffix)).ok()?;
+        let body = self.get("/status")?;
+        Some(serde_json::from_str(&body).unwrap_or_else(|error| panic!("{error}: {body}")))
+    }
+
+    /// The slow I/Os that the upstairs knows of.
+    #[track_caller]
+    pub fn slow(&self) -> Vec<SlowIo> {
+        self.list("/slow")
+    }
+
+    /// What is under way.
+    #[track_caller]
+    pub fn in_flight(&self) -> Vec<SlowIo> {
+        self.list("/inflight")
+    }
+
+    #[track_caller]
+    fn list(&self, path: &str) -> Vec<SlowIo> {
+        let body = wait::until("the upstairs answers", PATIENCE, || self.get(path));
+        serde_json::from_str(&body).unwrap_or_else(|error| panic!("{error}: {body}"))
+    }
+
+    /// Whatever lies at this path of the status address, unless the upstairs is away or stopped.
+    pub fn get(&self, path: &str) -> Option<String> {
+        let mut stream = UnixStream::connect(self.status_socket()).ok()?;
         stream.set_read_timeout(Some(STATUS_MAX)).ok()?;
-        stream.write_all(b"GET /status HTTP/1.1\r\nHost: newel\r\nConnection: close\r\n\r\n").ok()?;
+        write!(stream, "GET {path} HTTP/1.1\r\nHost: newel\r\nConnection: close\r\n\r\n").ok()?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer).ok()?;
         let (head, body) = answer.split_once("\r\n\r\n")?;
         assert!(head.starts_with("HTTP/1.1 200"), "{answer}");
-        Some(serde_json::from_str(body).unwrap_or_else(|error| panic!("{error}: {body}")))
+        Some(body.to_owned())
     }
 
     #[track_caller]

@@ -165,14 +165,14 @@ impl Writing {
 }
 
 #[track_caller]
-fn joined<T>(thread: JoinHandle<T>) -> T {
+pub(crate) fn joined<T>(thread: JoinHandle<T>) -> T {
     match thread.join() {
         Ok(value) => value,
         Err(panic) => std::panic::resume_unwind(panic),
     }
 }
 
-fn stamped(block: u64, number: u64) -> Vec<u8> {
+pub(crate) fn stamped(block: u64, number: u64) -> Vec<u8> {
     let mut stamp = block.to_le_bytes().to_vec();
     stamp.extend(number.to_le_bytes());
     stamp.repeat(BLOCK_BYTES as usize / stamp.len())
@@ -180,7 +180,7 @@ fn stamped(block: u64, number: u64) -> Vec<u8> {
 
 /// The number of the write that a block holds; 0 if it was never written.
 #[track_caller]
-fn number_of(block: u64, data: &[u8]) -> u64 {
+pub(crate) fn number_of(block: u64, data: &[u8]) -> u64 {
     if data.iter().all(|&byte| byte == 0) {
         return 0;
     }

@@ -8,21 +8,26 @@
 
 #![expect(clippy::print_stderr, reason = "tests talk to whoever runs them")]
 
+pub mod browser;
 pub mod cluster;
 pub mod command;
 pub mod damage;
 pub mod fio;
 pub mod journal;
+pub mod kernel;
 pub mod load;
 pub mod lock;
+pub mod metrics;
 pub mod nbd;
 pub mod network;
+pub mod options;
 pub mod pattern;
 pub mod seed;
 pub mod sim;
 pub mod skip;
 pub mod small_disk;
 pub mod starved_disk;
+pub mod vm;
 pub mod volume;
 pub mod wait;
 pub mod wire;

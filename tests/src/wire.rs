@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use bytes::{Bytes, BytesMut};
 use newel_protocol::crc::block_crcs;
 use newel_protocol::lag::Health;
-use newel_protocol::wire::{Decoder, Hello, Op, Reply, Request, VERSION, encode};
-use newel_protocol::{BlockRange, Generation, JobId};
+use newel_protocol::wire::{Decoder, Hello, Op, ReadMode, Reply, Request, VERSION, encode};
+use newel_protocol::{BlockRange, BlockState, Generation, JobId};
 use uuid::Uuid;
 
 use crate::pattern::{Random, bytes_at};
@@ -70,10 +70,26 @@ impl Peer {
     }
 
     pub fn receive(&mut self) -> io::Result<Reply> {
+        self.receive_all().map(|(reply, _)| reply)
+    }
+
+    /// The states of a range and the data of those blocks that have any, verified or not.
+    pub fn read_raw(&mut self, job: u64, range: BlockRange) -> io::Result<(Vec<BlockState>, Bytes)> {
+        let op = Op::Read { range, mode: ReadMode::Raw };
+        self.send(&Request::Job { job: JobId(job), op }, Bytes::new())?;
+        match self.receive_all()? {
+            (Reply::Done { job: done, result: Ok(()), states, .. }, data) if done.0 == job => {
+                Ok((states, data))
+            }
+            (reply, _) => Err(unexpected(&reply)),
+        }
+    }
+
+    fn receive_all(&mut self) -> io::Result<(Reply, Bytes)> {
         loop {
             let next = self.decoder.decode(&mut self.buffer).map_err(io::Error::other)?;
-            if let Some((reply, _)) = next {
-                return Ok(reply);
+            if let Some(received) = next {
+                return Ok(received);
             }
             let mut bytes = [0; 65_536];
             let count = self.stream.read(&mut bytes)?;

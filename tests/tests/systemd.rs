@@ -15,9 +15,10 @@ fn units() -> PathBuf {
 fn copies(into: &Path) -> Vec<String> {
     let own = bin_dir();
     let mut paths = Vec::new();
-    for name in ["newel-downstairs@.service", "newel-upstairs@.service"] {
+    std::fs::copy(units().join("newel-replicas.target"), into.join("newel-replicas.target")).unwrap();
+    for name in ["newel-downstairs@.service", "newel-upstairs@.service", "newel-attach@.service"] {
         let unit = std::fs::read_to_string(units().join(name)).unwrap();
-        assert!(unit.contains("/usr/bin/newel-"), "{name} starts the installed program");
+        assert!(unit.contains("ExecStart=/usr/bin/newel"), "{name} starts the installed program");
         let path = into.join(name);
         std::fs::write(&path, unit.replace("/usr/bin/", &format!("{}/", own.display()))).unwrap();
         paths.push(path.to_str().unwrap().to_owned());
@@ -32,6 +33,7 @@ fn systemd_has_nothing_to_say_against_the_units() {
     }
     program("newel-upstairs");
     program("newel-downstairs");
+    program("newel");
     let dir = temp_dir();
     let paths = copies(dir.path());
     let paths: Vec<&str> = paths.iter().map(String::as_str).collect();

@@ -15,7 +15,7 @@ use crate::up::layout::{self, Layout};
 use crate::{http, say, up};
 
 /// Where the systemd unit lets an upstairs keep its status socket.
-const RUN_DIRECTORY: &str = "/run/newel";
+pub(crate) const RUN_DIRECTORY: &str = "/run/newel";
 
 #[derive(Debug, Args)]
 pub(crate) struct StatusArgs {

@@ -179,6 +179,7 @@ struct Held {
     job: JobId,
     is_read: bool,
     bytes: usize,
+    since: Time,
     reply: Reply,
     payload: Bytes,
 }
@@ -370,14 +371,18 @@ impl Core {
         if self.fault.cancelled.remove(&job) {
             return self.send(conn, cancelled(job));
         }
-        self.fault.hold(self.now, Held { conn, job, is_read, bytes, reply, payload });
+        self.fault.hold(self.now, Held { conn, job, is_read, bytes, since: self.now, reply, payload });
     }
 
     pub(super) fn advance_faults(&mut self) {
         if self.fault.is_idle() {
             return;
         }
-        while let Some(Held { conn, reply, payload, .. }) = self.fault.next(self.now) {
+        while let Some(Held { conn, since, mut reply, payload, .. }) = self.fault.next(self.now) {
+            // A fault stands for a slow device, and that is what is told of it.
+            if let Reply::Done { times, .. } = &mut reply {
+                times.device_us = times.device_us.saturating_add(self.now.micros_since(since));
+            }
             self.send_with(conn, reply, payload);
         }
         if !self.fault.faults.is_off() && self.now >= self.fault.remind_at {
@@ -441,7 +446,15 @@ mod tests {
     fn held(job: u64, is_read: bool, bytes: usize) -> Held {
         let reply =
             Reply::Done { job: JobId(job), result: Ok(()), times: StageTimes::default(), states: Vec::new() };
-        Held { conn: ConnId(1), job: JobId(job), is_read, bytes, reply, payload: Bytes::new() }
+        Held {
+            conn: ConnId(1),
+            job: JobId(job),
+            is_read,
+            bytes,
+            since: Time(0),
+            reply,
+            payload: Bytes::new(),
+        }
     }
 
     /// When each of the answers leaves, in ms, and whether it is an error. All ended at once.

@@ -72,6 +72,8 @@ struct Run {
     boot: u128,
     generation: u32,
     sequence: u64,
+    /// Both extents are in the log.
+    logged: bool,
 }
 
 impl Run {
@@ -85,14 +87,17 @@ impl Run {
             floor: vec![Version::NEVER; used],
         };
         let random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
-        let mut run = Self { random, region, model, boot: 1, generation: 1, sequence: 0 };
-        run.enter_log();
-        run
+        Self { random, region, model, boot: 1, generation: 1, sequence: 0, logged: false }
     }
 
-    fn enter_log(&self) {
-        let entries = [0, 1].map(|slot| LogEntry { slot: slot + 3, extent: Some(ExtentId(slot)) }).to_vec();
-        self.region.execute(&DiskOp::ActivityLog { entries }).unwrap();
+    /// Before a change; false if the medium was cut.
+    fn enter_log(&mut self) -> bool {
+        if !self.logged {
+            let entries = [0, 1].map(|slot| LogEntry { slot: slot + 3, extent: Some(ExtentId(slot)) });
+            self.logged = self.region.execute(&DiskOp::ActivityLog { entries: entries.to_vec() }).is_ok();
+            assert!(self.logged || self.region.storage.is_cut());
+        }
+        self.logged
     }
 
     fn some_range(&mut self) -> BlockRange {
@@ -142,7 +147,7 @@ impl Run {
                 self.flush(version);
             }
             12 => self.write_across_a_flush(range, version),
-            _ => self.leave_the_log(version),
+            _ => self.leave_the_log(),
         }
     }
 
@@ -156,6 +161,9 @@ impl Run {
 
     /// A write that was begun before a flush which does not cover it; its data go to the disk behind the flush.
     fn write_across_a_flush(&mut self, range: BlockRange, mark: Version) {
+        if !self.enter_log() {
+            return;
+        }
         self.sequence += 2;
         let version = Version::new(Generation(self.generation), self.sequence);
         let data: Vec<u8> = range.blocks().flat_map(|block| content(block, version)).collect();
@@ -169,16 +177,11 @@ impl Run {
         }
     }
 
-    /// Both extents leave the log behind a flush that was nobody's, and come back; perhaps a guest flushes in between.
-    fn leave_the_log(&mut self, mark: Version) {
+    /// Both extents leave the log behind a flush that was nobody's.
+    fn leave_the_log(&mut self) {
         let entries = [3, 4].map(|slot| LogEntry { slot, extent: None }).to_vec();
-        let left = self.region.execute(&DiskOp::Flush { mark: None }).is_ok()
-            && self.region.execute(&DiskOp::ActivityLog { entries }).is_ok();
-        if left && (self.random.below(2) == 0 || self.flush(mark)) {
-            let entries = [0, 1].map(|slot| LogEntry { slot: slot + 3, extent: Some(ExtentId(slot)) });
-            let back = self.region.execute(&DiskOp::ActivityLog { entries: entries.to_vec() });
-            assert!(back.is_ok() || self.region.storage.is_cut());
-        }
+        self.logged &= self.region.execute(&DiskOp::Flush { mark: None }).is_err()
+            || self.region.execute(&DiskOp::ActivityLog { entries }).is_err();
     }
 
     /// A copy of a version that was missed: an odd number from before, likely below the flushed mark.
@@ -196,6 +199,9 @@ impl Run {
     }
 
     fn change(&mut self, range: BlockRange, version: Version, zeros: bool, op: &DiskOp) {
+        if !self.enter_log() {
+            return;
+        }
         let used = range.blocks().map(|block| usize::try_from(block - USED.start).unwrap());
         used.clone().for_each(|index| self.model.history[index].push((version, zeros)));
         if self.region.execute(op).is_ok() {
@@ -218,7 +224,7 @@ impl Run {
         // Told until an activation has come to terms with it; whether one that was cut short did is left open.
         assert!(facts.lost_power || !power);
         self.region = region;
-        self.enter_log();
+        self.logged = false;
         self.generation += 1;
         for block in USED.blocks() {
             self.check_block(block, power);
@@ -277,6 +283,7 @@ impl Run {
         let state = BlockState { version, crc: crc(&data), kind: BlockKind::Data };
         let blocks = vec![StoredBlock { block, state }];
         self.model.history[index].push((version, false));
+        self.enter_log();
         let join = Version::MAX;
         self.region.execute(&DiskOp::Store { blocks, join, data: data.into() }).unwrap();
         self.model.done[index] = version;
@@ -328,6 +335,37 @@ fn read(region: &RegionCore<MemStorage>, range: BlockRange, mode: ReadMode) -> (
 fn open(storage: MemStorage, boot: u128) -> (RegionCore<MemStorage>, super::open::OpenReport) {
     let (region, _, report) = RegionCore::open_on(storage, "mem", Uuid::from_u128(boot), &in_turn).unwrap();
     (region, report)
+}
+
+#[test]
+fn what_was_flushed_after_it_left_the_log_survives_the_next_write_to_it() {
+    let log = |region: &RegionCore<MemStorage>, extent| {
+        region.execute(&DiskOp::ActivityLog { entries: vec![LogEntry { slot: 0, extent }] }).unwrap();
+    };
+    let flush = |region: &RegionCore<MemStorage>, mark: Option<u64>| {
+        let mark = mark.map(|sequence| Version::new(Generation(1), sequence));
+        region.execute(&DiskOp::Flush { mark }).unwrap();
+    };
+    let mut torn = 0;
+    for seed in 1..200 {
+        let mut random = Random(seed * 0x9e37_79b9);
+        let (region, _) = open(fresh(), 1);
+        log(&region, Some(ExtentId(0)));
+        write(&region, 5, 1).unwrap();
+        flush(&region, Some(2));
+        write(&region, 5, 3).unwrap();
+        flush(&region, None);
+        log(&region, None);
+        flush(&region, Some(4));
+        let (region, _) = open(region.storage.power_cut(|| random.next()), 2);
+        log(&region, Some(ExtentId(0)));
+        write(&region, 5, 5).unwrap();
+        let (region, _) = open(region.storage.power_cut(|| random.next()), 3);
+        let state = read(&region, BlockRange::single(5), ReadMode::Raw).0[0];
+        assert!(state.version.sequence >= 3, "{state:?}");
+        torn += usize::from(state.kind == BlockKind::Unverified);
+    }
+    assert!(torn > 0, "nothing was torn");
 }
 
 #[test]

@@ -245,12 +245,12 @@ impl Handshake {
         let known = (option::EXPORT_NAME..=option::LIST).contains(&option)
             || (option::STARTTLS..=option::SET_META_CONTEXT).contains(&option);
         let ends = matches!(option, option::EXPORT_NAME | option::ABORT);
-        if !known {
-            Some(answer::ERR_UNSUP)
-        } else if !ends && offer.admission == Admission::ShuttingDown {
+        if known && !ends && offer.admission == Admission::ShuttingDown {
             Some(answer::ERR_SHUTDOWN)
         } else if !ends && option != option::STARTTLS && self.needs_tls(offer) {
             Some(answer::ERR_TLS_REQD)
+        } else if !known {
+            Some(answer::ERR_UNSUP)
         } else if length > OPTION_PAYLOAD_BYTES_MAX {
             Some(answer::ERR_TOO_BIG)
         } else {

@@ -34,7 +34,8 @@ impl World {
         // Every attempt is an operation of its own: one that was not answered may have taken effect.
         request.note_start(up, &mut self.history);
         self.note(|| format!("guest to upstairs {up}: {request:?}"));
-        self.feed_up(up, up::api::Event::Guest { guest: GuestId(request.number), op: request.op() })
+        let (guest, received) = (GuestId(request.number), up::api::Time(self.now));
+        self.feed_up(up, up::api::Event::Guest { guest, op: request.op(), received })
     }
 
     pub(super) fn guest_reply(

@@ -1,8 +1,10 @@
 //! Upstairs: processes, their actions, and coming into service.
 
 use newel_upstairs::core as up;
-use newel_upstairs::core::api::StopReason;
-use newel_upstairs::core::config::CoreConfig;
+use newel_upstairs::core::api::{ReplicaId, StopReason};
+use newel_upstairs::core::config::{CoreConfig, TraceConfig};
+use newel_upstairs::core::slow::SlowIo;
+use newel_upstairs::core::timeline::{Record, Ticks};
 use rand::RngExt as _;
 use uuid::Uuid;
 
@@ -27,6 +29,7 @@ impl World {
             timing: self.plan.timing.clone(),
             throttle: self.plan.throttle.clone(),
             reads: self.plan.reads.clone(),
+            trace: TraceConfig::default(),
             heal: true,
             min_replicas: self.plan.min_replicas,
         };
@@ -79,6 +82,7 @@ impl World {
                 }
                 up::api::Action::GuestReply { guest, reply } => self.guest_reply(index, guest, &reply)?,
                 up::api::Action::Replace { replica, answer } => self.replace_answered(index, replica, answer),
+                up::api::Action::Slow(record) => self.check_slow(index, &record)?,
                 up::api::Action::Log(event) => self.note(|| format!("upstairs {index}: {}", event.text)),
                 up::api::Action::Stopped { reason } => self.up_stopped(index, &reason),
             }
@@ -104,6 +108,24 @@ impl World {
             self.ups[index].next_tick = Some(deadline);
             self.at(deadline, Ev::UpTick { up: index });
         }
+        Ok(())
+    }
+
+    /// What is told of a slow job must make sense, whatever happened to the job.
+    fn check_slow(&mut self, index: usize, record: &Record) -> Result<(), String> {
+        let (timeline, now) = (&record.timeline, record.now);
+        let threshold = Ticks::of(TraceConfig::default().threshold);
+        if timeline.ticks(now) < threshold {
+            return Err(format!("upstairs {index} takes a young job for slow: {record:?}"));
+        }
+        let ways = ReplicaId::ALL.map(|id| {
+            (timeline.lanes_way(now, id).whole(), timeline.lanes[id.index()].took(timeline.ticks(now)))
+        });
+        let guests = (timeline.guests_way(now).whole(), timeline.total(now));
+        if ways.into_iter().chain([guests]).any(|(steps, whole)| steps > whole) || guests.0 != guests.1 {
+            return Err(format!("upstairs {index}: the steps of a slow job do not add up: {record:?}"));
+        }
+        self.note(|| format!("upstairs {index}: slow: {}", SlowIo::new(record, "sim", 0).verdict.text));
         Ok(())
     }
 

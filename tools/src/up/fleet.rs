@@ -19,9 +19,9 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use super::child::{Child, how_it_ended};
 use super::layout::{Layout, REPLICAS};
 use super::programs::Programs;
-use super::signals::{self, Stop};
 use super::volume::Volume;
 use super::{Settings, owner};
+use crate::signals::{self, Stop};
 use crate::{http, say};
 
 /// As systemd does for the units in `tools/systemd`.
@@ -65,7 +65,7 @@ impl Fleet {
     ) -> Result<Self> {
         let children = std::array::from_fn(|index| {
             let (role, program, arguments) = if index == UPSTAIRS {
-                ("upstairs".to_owned(), &programs.upstairs, upstairs_arguments(volume, settings))
+                ("upstairs".to_owned(), &programs.upstairs, upstairs_arguments(layout, volume, settings))
             } else {
                 let arguments = downstairs_arguments(layout, volume, settings, index);
                 (downstairs_role(index), &programs.downstairs, arguments)
@@ -135,7 +135,11 @@ impl Fleet {
         match Volume::load(&self.layout) {
             Ok(Some(Volume { replaced, .. })) => {
                 self.volume.replaced = replaced;
-                self.children[UPSTAIRS].set_arguments(upstairs_arguments(&self.volume, &self.settings));
+                self.children[UPSTAIRS].set_arguments(upstairs_arguments(
+                    &self.layout,
+                    &self.volume,
+                    &self.settings,
+                ));
             }
             // Without it what was known is still right, or as right as it can be.
             Ok(None) => {}
@@ -284,7 +288,7 @@ fn cpu_of(replica: usize) -> Option<usize> {
     SMALL.contains(&cpus.len()).then(|| cpus.get(replica % cpus.len()).copied()).flatten()
 }
 
-fn upstairs_arguments(volume: &Volume, settings: &Settings) -> Vec<OsString> {
+fn upstairs_arguments(layout: &Layout, volume: &Volume, settings: &Settings) -> Vec<OsString> {
     let mut arguments: Vec<OsString> = vec!["run".into()];
     let mut option = |name: &str, value: String| arguments.extend([name.into(), value.into()]);
     option("--volume", volume.name.clone());
@@ -297,8 +301,9 @@ fn upstairs_arguments(volume: &Volume, settings: &Settings) -> Vec<OsString> {
     }
     option("--status", volume.status.to_string());
     option("--log", settings.log.clone());
-    if let Some(config) = &settings.upstairs_config {
-        arguments.extend(["--config".into(), config.clone().into()]);
-    }
+    arguments.extend(match &settings.upstairs_config {
+        Some(config) => ["--config".into(), config.clone().into()],
+        None => ["--slow-log".into(), layout.slow_log().into()],
+    });
     arguments
 }

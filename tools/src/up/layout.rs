@@ -40,6 +40,11 @@ impl Layout {
         self.dir.join(format!("{role}.log"))
     }
 
+    /// Where the upstairs tells of slow I/O.
+    pub(crate) fn slow_log(&self) -> PathBuf {
+        self.dir.join("slow.jsonl")
+    }
+
     pub(crate) fn volume_file(&self) -> PathBuf {
         self.dir.join("volume.toml")
     }

@@ -11,7 +11,6 @@ pub(crate) mod layout;
 mod owner;
 mod programs;
 mod regions;
-mod signals;
 pub(crate) mod volume;
 
 use std::path::PathBuf;
@@ -24,10 +23,10 @@ use self::fleet::Fleet;
 use self::layout::{Layout, REPLICAS};
 use self::owner::DirLock;
 use self::programs::Programs;
-use self::signals::Stop;
 use self::volume::{Volume, free_port, free_ports};
 use crate::address::Address;
 use crate::say;
+use crate::signals::Stop;
 use crate::size::{human, parse_volume_size};
 
 const DEFAULT_SIZE_BYTES: u64 = 4 << 30;

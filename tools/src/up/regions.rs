@@ -10,8 +10,8 @@ use std::process::Stdio;
 use anyhow::{Context as _, Result, bail};
 
 use super::layout::Layout;
-use super::signals::Stop;
 use super::volume::Volume;
+use crate::signals::Stop;
 
 /// True if the regions exist already, of those replicas that run here.
 pub(super) fn present(layout: &Layout, here: impl Fn(usize) -> bool) -> Result<bool> {

@@ -20,6 +20,7 @@ use super::api::{LogLevel, ReplicaId, ReplicaSet, Time};
 use super::jobs::{Job, Owner, Purpose, ReadState};
 use super::replica::{Link, Role};
 use super::resync::{Resync, Rule};
+use super::timeline::What;
 use super::{Core, Phase, QUORUM};
 
 #[derive(Debug)]
@@ -335,7 +336,10 @@ impl Core {
     /// A served volume needs a new generation: what is unacknowledged is sent anew in it.
     pub(super) fn reactivate(&mut self, reason: &str) {
         self.log(LogLevel::Error, format!("{reason}: I/O waits until a new generation is active"));
-        self.quorum_lost_since.get_or_insert(self.now);
+        if self.quorum_lost_since.is_none() {
+            self.quorum_lost_since = Some(self.now);
+            self.trace.mark_open(self.now, What::QuorumLost);
+        }
         self.restart_activation(reason);
         self.renumber_open_jobs();
         self.forget_edges();
@@ -363,6 +367,7 @@ impl Core {
                 ..job
             };
             debug_assert!(!matches!(unsent.owner, Owner::Internal(_)));
+            self.trace.renumbered(unsent.trace, self.now, id);
             self.jobs.insert(unsent);
         }
     }

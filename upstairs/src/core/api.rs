@@ -7,6 +7,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use newel_protocol::wire::{Reply, Request, Welcome};
 
+use super::timeline::Record;
+
 /// Time since an arbitrary start, in nanoseconds. The shell reads a clock once per batch of events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Time(pub u64);
@@ -106,6 +108,8 @@ pub enum Event {
     Guest {
         guest: GuestId,
         op: GuestOp,
+        /// When it was read off the guest's socket.
+        received: Time,
     },
     /// The TCP connection of this link is up.
     LinkUp {
@@ -199,6 +203,8 @@ pub enum Action {
         answer: Result<(), String>,
     },
     Log(LogEvent),
+    /// A job was slow, or is: for the slow-I/O log.
+    Slow(Box<Record>),
     /// Everything admitted is finished (after `Shutdown`), or this upstairs has no business on (fenced).
     Stopped {
         reason: StopReason,

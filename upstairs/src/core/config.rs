@@ -17,6 +17,7 @@ pub struct CoreConfig {
     pub timing: Timing,
     pub throttle: ThrottleConfig,
     pub reads: Reads,
+    pub trace: TraceConfig,
     pub heal: bool,
     /// Active replicas that must have executed a change before it is acknowledged: 2, or 1. With 1 an activation needs all
     /// three, and so does the first one after it was 1.
@@ -53,6 +54,19 @@ pub struct ThrottleConfig {
 impl Default for ThrottleConfig {
     fn default() -> Self {
         Self { enabled: true, lead: Duration::from_millis(10), max_delay: Duration::from_secs(1) }
+    }
+}
+
+/// See the module `trace`.
+#[derive(Clone, Debug)]
+pub struct TraceConfig {
+    /// A job that takes longer is slow.
+    pub threshold: Duration,
+}
+
+impl Default for TraceConfig {
+    fn default() -> Self {
+        Self { threshold: Duration::from_secs(1) }
     }
 }
 

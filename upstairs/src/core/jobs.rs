@@ -14,6 +14,7 @@ use newel_protocol::wire::Op;
 use newel_protocol::{BlockRange, BlockState, ExtentId, JobId};
 
 use super::api::{ReplicaId, ReplicaSet, Time};
+use super::trace::Slot;
 
 /// A guest request in the request table. Jobs may outlive their request, so a place that is used again has another stamp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -121,6 +122,8 @@ pub(super) struct Job {
     /// Replicas that a read's data was asked of; the others were asked for contexts.
     pub(super) readers: ReplicaSet,
     pub(super) read: Option<Box<ReadState>>,
+    /// Its timeline, if it is a guest's.
+    pub(super) trace: Slot,
 }
 
 impl Job {
@@ -149,24 +152,38 @@ impl Job {
         !self.is_read() && !self.is_internal()
     }
 
+    /// What this replica's answer is counted as, and the data that goes there or comes from there.
+    pub(super) fn work_at(&self, id: ReplicaId) -> (super::work::Done, u64) {
+        use super::work::Done;
+        let data = self.cost.saturating_sub(BASE_COST) as u64;
+        match self.op {
+            Op::Read { .. } => (Done::Read, if self.readers.contains(id) { data } else { 0 }),
+            Op::Write { .. } | Op::Store { .. } => (Done::Write, data),
+            Op::Zero { .. } | Op::Flush => (Done::Other, 0),
+        }
+    }
+
     /// A change of blocks whose version is its number.
     pub(super) fn is_write(&self) -> bool {
         matches!(self.op, Op::Write { .. } | Op::Zero { .. })
     }
 }
 
+/// What a job counts for beside its bytes.
+const BASE_COST: usize = 256;
+
 /// The bytes that a job counts for: what travels with it or with its answer.
 pub(super) fn cost(op: &Op, payload: &Bytes) -> usize {
-    const BASE: usize = 256;
-    BASE + match op {
-        Op::Read { range, mode } => match mode {
-            newel_protocol::wire::ReadMode::Contexts | newel_protocol::wire::ReadMode::Verify => {
-                range.count as usize * 17
-            }
-            newel_protocol::wire::ReadMode::Data | newel_protocol::wire::ReadMode::Raw => range.bytes(),
-        },
-        Op::Write { .. } | Op::Zero { .. } | Op::Flush | Op::Store { .. } => payload.len(),
-    }
+    BASE_COST
+        + match op {
+            Op::Read { range, mode } => match mode {
+                newel_protocol::wire::ReadMode::Contexts | newel_protocol::wire::ReadMode::Verify => {
+                    range.count as usize * 17
+                }
+                newel_protocol::wire::ReadMode::Data | newel_protocol::wire::ReadMode::Raw => range.bytes(),
+            },
+            Op::Write { .. } | Op::Zero { .. } | Op::Flush | Op::Store { .. } => payload.len(),
+        }
 }
 
 /// Jobs by number. Numbers are dense, so this is a ring with holes.
@@ -240,6 +257,13 @@ impl JobTable {
         self.ring.iter().flatten()
     }
 
+    /// The first job from this number on that matches.
+    #[cfg(feature = "trace")]
+    pub(super) fn first_from(&self, id: JobId, mut matches: impl FnMut(&Job) -> bool) -> Option<&Job> {
+        let start = usize::try_from(id.0.saturating_sub(self.base)).unwrap_or(usize::MAX);
+        self.ring.range(start.min(self.ring.len())..).flatten().find(|job| matches(job))
+    }
+
     pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Job> {
         self.ring.iter_mut().flatten()
     }
@@ -304,6 +328,7 @@ mod tests {
             replied: [None; 3],
             readers: ReplicaSet::EMPTY,
             read: None,
+            trace: Slot::NONE,
         }
     }
 

@@ -16,6 +16,7 @@ use super::api::{Action, LinkId, LogLevel, ReplicaId, ReplicaSet, StopReason, Ti
 use super::jobs::Owner;
 use super::kept::Kept;
 use super::replica::{Link, Role};
+use super::timeline::What;
 
 /// How long a replica that said it can't serve is left alone: until somebody did something about it.
 const REFUSED_RETRY: Duration = Duration::from_secs(5);
@@ -178,6 +179,9 @@ impl Core {
             let Some(job) = self.jobs.get_mut(job_id) else { continue };
             let owed = job.owed.contains(id);
             job.owed.remove(id);
+            if owed {
+                self.trace.lost(job.trace, self.now, id);
+            }
             if let Some(read) = &mut job.read {
                 // It may come back healed.
                 read.failed.remove(id);
@@ -228,11 +232,13 @@ impl Core {
         match (lost, self.quorum_lost_since) {
             (true, None) => {
                 self.quorum_lost_since = Some(self.now);
+                self.trace.mark_open(self.now, What::QuorumLost);
                 self.log(LogLevel::Error, "quorum lost: writes wait until enough replicas are active again");
             }
             (false, Some(since)) if self.is_serving() => {
                 let waited = self.now.since(since).as_millis();
                 self.quorum_lost_since = None;
+                self.trace.mark_open(self.now, What::QuorumRegained);
                 self.log(LogLevel::Info, format!("quorum regained after {waited} ms"));
             }
             (true | false, _) => {}
@@ -387,6 +393,7 @@ impl Core {
             return;
         }
         let Some(job) = self.jobs.remove(id) else { return };
+        self.end_trace(job.trace);
         if let Owner::Guest { req, .. } = job.owner
             && job.is_write()
         {

@@ -12,11 +12,19 @@
 //! Files: [`jobs`] the table, [`requests`] from guest requests to jobs and back, [`kept`] what of them is settled, [`replies`] from replica replies to
 //! acknowledgements, [`links`] connections and leaving, [`activation`] a new generation, [`resync`] making replicas equal, [`decide`] which copy is right,
 //! [`reads`] which replica gets a read when, [`throttle`] and [`meter`] so that none is left behind, [`witness`] reads that cost one disk,
+//! [`trace`] which job took how long where, as [`timeline`]s, [`way`]s and [`stages`], [`slow`] in words, [`slowest`] those that are kept,
 //! [`catchup`] a joiner's way to Active, [`pace`] how fast, [`replace`] a new region in a slot, [`heal`] bad blocks, [`scrub`] finding them.
 
 pub mod api;
 pub mod config;
+pub mod slow;
+#[cfg_attr(not(feature = "trace"), allow(dead_code, reason = "only tracing counts"))]
+pub mod stages;
 pub mod status;
+#[cfg_attr(not(feature = "trace"), allow(dead_code, reason = "only tracing takes stamps"))]
+pub mod timeline;
+#[cfg_attr(not(feature = "trace"), allow(dead_code, reason = "only tracing takes stamps"))]
+pub mod way;
 
 mod activation;
 mod catchup;
@@ -34,6 +42,8 @@ mod replies;
 mod requests;
 mod resync;
 mod scrub;
+#[cfg(feature = "trace")]
+mod slowest;
 mod snapshot;
 #[cfg(test)]
 mod tests;
@@ -44,7 +54,15 @@ mod tests_reads;
 mod throttle;
 #[cfg(test)]
 mod throttle_tests;
+#[cfg(feature = "trace")]
+mod trace;
+#[cfg(not(feature = "trace"))]
+#[path = "trace_off.rs"]
+mod trace;
+#[cfg(test)]
+mod trace_tests;
 mod witness;
+pub mod work;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
@@ -64,6 +82,7 @@ use replica::Replica;
 use requests::Requests;
 use scrub::Scrub;
 use throttle::Throttle;
+use trace::{Slot, Tracer};
 use witness::Witness;
 
 /// Replicas that must agree on memberships, and on everything else unless `min_replicas` says otherwise: 2 of 3.
@@ -85,6 +104,7 @@ pub struct Core {
     throttle: Throttle,
     witness: Witness,
     told: reads::Told,
+    trace: Tracer,
     phase: Phase,
     generation: Generation,
     /// The highest generation that any replica is known to have promised to anybody.
@@ -104,6 +124,8 @@ pub struct Core {
     /// Unsettled guest jobs and their bytes: what the volume's bound counts.
     open_jobs: usize,
     open_bytes: usize,
+    /// What guests asked for, from admission to the answer.
+    work: work::WorkStatus,
     /// Nothing is admitted before.
     admit_at: Time,
     heals_in_flight: usize,
@@ -141,6 +163,7 @@ impl Core {
             ),
             witness: Witness::default(),
             told: reads::Told::default(),
+            trace: Tracer::new(&config.trace, &config.limits, now),
             phase: Phase::Activating(Activation::gathering()),
             generation: Generation(0),
             highest_promised: Generation(0),
@@ -154,6 +177,7 @@ impl Core {
             blocks: 0,
             open_jobs: 0,
             open_bytes: 0,
+            work: work::WorkStatus::default(),
             admit_at: Time(0),
             heals_in_flight: 0,
             next_query: 1,
@@ -172,7 +196,7 @@ impl Core {
         }
         self.now = self.now.max(now);
         match event {
-            Event::Guest { guest, op } => self.on_guest(guest, op),
+            Event::Guest { guest, op, received } => self.on_guest(guest, op, received),
             Event::LinkUp { replica, link } => self.on_link_up(replica, link),
             Event::LinkDown { replica, link, reason } => self.on_link_down(replica, link, reason),
             Event::Reply { replica, link, reply, payload } => self.on_reply(replica, link, reply, payload),
@@ -213,6 +237,7 @@ impl Core {
             .chain(self.pace_deadline())
             .chain(reads)
             .chain(self.admission_deadline())
+            .chain(self.trace_deadline())
             .min()
     }
 
@@ -246,6 +271,7 @@ impl Core {
         self.check_scrub();
         self.check_pace();
         self.tell_throttle();
+        self.sweep_slow();
     }
 
     fn on_shutdown(&mut self, within: Duration) {
@@ -320,6 +346,7 @@ impl Core {
             self.open_jobs += 1;
             self.open_bytes += job.cost;
         }
+        self.begin_trace(id);
         if data_read {
             self.send_read(id, urgency);
         } else {
@@ -359,6 +386,7 @@ impl Core {
             replied: [None; ReplicaId::COUNT],
             readers: ReplicaSet::EMPTY,
             read,
+            trace: Slot::NONE,
         });
         id
     }
@@ -381,6 +409,7 @@ impl Core {
         let asks_data = matches!(op, Op::Read { mode: ReadMode::Data, .. }) && job.is_guest_read();
         for replica in targets.iter() {
             job.sent[replica.index()] = now;
+            self.trace.sent(job.trace, now, replica, !self.replicas[replica.index()].is_active());
             if asks_data {
                 job.readers.insert(replica);
                 self.replicas[replica.index()].reading += cost;
@@ -423,5 +452,6 @@ impl Core {
             "whatever was due is done, or the shell would turn in circles"
         );
         debug_assert!(!self.is_serving() || self.was_served, "serving follows an activation");
+        debug_assert!(self.trace_is_sound(), "every guest's job in the table has a timeline, and no other");
     }
 }

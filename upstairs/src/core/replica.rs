@@ -15,6 +15,7 @@ use uuid::Uuid;
 use super::api::{LinkId, ReplicaId, Time};
 use super::config::Timing;
 use super::resync::{Progress, Resync};
+use super::work::WorkStatus;
 
 #[derive(Debug)]
 pub(super) enum Link {
@@ -93,6 +94,8 @@ pub(super) struct Replica {
     /// What its last way to Active took, for the status.
     pub(super) last_catch_up: Option<Progress>,
     pub(super) times: ReplyTimes,
+    /// What it did for guests since the start.
+    pub(super) work: WorkStatus,
     /// What it said of itself last, and when.
     pub(super) health: Option<(Time, Health)>,
     /// How long the last ping took.
@@ -131,6 +134,7 @@ impl Replica {
             faults: None,
             last_catch_up: None,
             times: ReplyTimes::default(),
+            work: WorkStatus::default(),
             health: None,
             ping_us: None,
         }

@@ -6,13 +6,14 @@
 //! - An answer waits until no version it shows is unacknowledged.
 
 use bytes::Bytes;
-use newel_protocol::wire::{JobError, Op, ReadMode, Reply};
+use newel_protocol::wire::{JobError, Op, ReadMode, Reply, StageTimes};
 use newel_protocol::{BlockKind, BlockRange, BlockState, JobId, crc};
 
 use super::api::{GuestError, LinkId, LogLevel, ReplicaId};
 use super::jobs::{AnswerBlocks, HeldAnswer, Owner, PartialAnswer, Purpose};
 use super::resync::split_data;
 use super::throttle::Sample;
+use super::timeline::What;
 use super::{Core, QUORUM};
 
 impl Core {
@@ -24,7 +25,9 @@ impl Core {
         }
         replica.last_heard = now;
         match reply {
-            Reply::Done { job, result, states, .. } => self.on_done(id, job, result, states, payload),
+            Reply::Done { job, result, times, states } => {
+                self.on_done(id, job, (result, times), states, payload);
+            }
             Reply::Pong { nonce, health } => replica.pong(now, nonce, health),
             Reply::Welcome(welcome) => self.on_welcome(id, welcome),
             Reply::Refused(refusal) => self.on_refused(id, &refusal),
@@ -56,7 +59,7 @@ impl Core {
         &mut self,
         id: ReplicaId,
         job_id: JobId,
-        result: Result<(), JobError>,
+        (result, times): (Result<(), JobError>, StageTimes),
         states: Vec<BlockState>,
         payload: Bytes,
     ) {
@@ -68,8 +71,9 @@ impl Core {
         job.owed.remove(id);
         let sent = job.sent[id.index()];
         let (cost, took) = (job.cost, now.since(sent));
-        let (is_read, owner) = (job.is_read(), job.owner);
+        let (is_read, owner, slot) = (job.is_read(), job.owner, job.trace);
         let gave_data = job.readers.contains(id);
+        let (done, data) = job.work_at(id);
         let cancelled = job.is_guest_read() && result == Err(JobError::Cancelled);
         if !cancelled {
             job.replied[id.index()] = Some(now);
@@ -86,12 +90,18 @@ impl Core {
             return;
         }
         if cancelled {
+            self.trace.cancelled(slot, now, id);
             self.retire(job_id);
             return;
         }
         let active = replica.is_active();
+        self.trace.replied(slot, now, id, times, active);
+        if result.is_err() {
+            self.trace.mark(slot, now, What::Failed, id);
+        }
         if active && !matches!(owner, Owner::Internal(_)) {
             replica.times.record(took);
+            replica.work.record(done, data, took);
         }
         match (result, owner) {
             (Err(error), Owner::Internal(_)) if !is_read => {
@@ -173,6 +183,7 @@ impl Core {
         job.settled = true;
         self.open_jobs -= 1;
         self.open_bytes -= job.cost;
+        self.trace.settled(job.trace, self.now, result.is_err());
         let owner = job.owner;
         let was_write = job.is_write();
         let (is_read, owed) = (job.is_guest_read(), job.owed);
@@ -215,6 +226,9 @@ impl Core {
                 self.answer(job_id, AnswerBlocks { states, data });
             }
             return;
+        }
+        if ok {
+            self.trace.mark(job.trace, self.now, What::BadCopy, id);
         }
         let partial = PartialAnswer { replica: id, ..sort_out(states, &payload, ok, range, mode) };
         self.note_bad_copy(id, range, &partial);
@@ -269,6 +283,9 @@ impl Core {
 
     /// A complete, checked answer: give it out, or hold it for the versions it shows.
     fn answer(&mut self, job_id: JobId, blocks: AnswerBlocks) {
+        if let Some(job) = self.jobs.get(job_id) {
+            self.trace.answered(job.trace);
+        }
         let waits_for = self.unacknowledged_in(&blocks.states);
         if waits_for.is_empty() {
             self.settle(job_id, Ok(Some(blocks)));

@@ -23,6 +23,11 @@ use super::api::{Action, GuestError, GuestId, GuestOp, GuestReply, Segment, Stat
 use super::jobs::{AnswerBlocks, Owner, ReqKey, pieces};
 use super::kept::Kept;
 use super::reads::Urgency;
+use super::work::Done;
+
+#[cfg(feature = "trace")]
+#[path = "requests_trace.rs"]
+mod tracing;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 /// Jobs without payload that one request may have under way: a 4 GiB trim must not fill the volume's bound by itself.
@@ -36,6 +41,9 @@ pub(super) struct Requests {
     open: usize,
     /// Not admitted yet: the volume is at its bound, or not served yet.
     queue: VecDeque<Waiting>,
+    /// So many of them, from the front, have a record.
+    reported: usize,
+    arriving: Arriving,
     /// Admitted, but behind a lock.
     blocked: VecDeque<ReqKey>,
     locks: Vec<Lock>,
@@ -46,6 +54,16 @@ struct Waiting {
     guest: GuestId,
     op: GuestOp,
     since: Time,
+    received: Time,
+    /// The number of its record, if it has waited for too long.
+    record: u32,
+}
+
+/// The request that is being admitted.
+#[derive(Clone, Copy, Debug, Default)]
+struct Arriving {
+    received: Time,
+    record: u32,
 }
 
 #[derive(Debug)]
@@ -56,9 +74,13 @@ struct Lock {
 }
 
 #[derive(Debug)]
+#[cfg_attr(not(feature = "trace"), allow(dead_code, reason = "only tracing asks for some of it"))]
 struct GuestRequest {
     guest: GuestId,
+    received: Time,
     admitted: Time,
+    /// The record that its first job goes on with.
+    record: u32,
     kind: Kind,
     offset: u64,
     length: u64,
@@ -170,6 +192,11 @@ impl Requests {
         kept
     }
 
+    fn take_waiting(&mut self) -> Option<Waiting> {
+        self.reported = self.reported.saturating_sub(1);
+        self.queue.pop_front()
+    }
+
     fn is_locked(&self, start: u64, end: u64) -> bool {
         self.locks.iter().any(|lock| start < lock.end && lock.start < end)
     }
@@ -181,13 +208,15 @@ impl Requests {
 }
 
 impl Core {
-    pub(super) fn on_guest(&mut self, guest: GuestId, op: GuestOp) {
+    /// `received`: when it was read off the guest's socket.
+    pub(super) fn on_guest(&mut self, guest: GuestId, op: GuestOp, received: Time) {
+        let waiting = Waiting { guest, op, since: self.now, received: received.min(self.now), record: 0 };
         if self.stopping.is_some() {
             self.reply_guest(guest, GuestReply::Failed(GuestError::ShuttingDown));
-        } else if self.requests.queue.is_empty() && self.may_admit(&op) {
-            self.start(guest, op);
+        } else if self.requests.queue.is_empty() && self.may_admit(&waiting.op) {
+            self.start(waiting);
         } else {
-            self.requests.queue.push_back(Waiting { guest, op, since: self.now });
+            self.requests.queue.push_back(waiting);
         }
     }
 
@@ -210,17 +239,29 @@ impl Core {
             if !self.may_admit(&next.op) {
                 break;
             }
-            if let Some(Waiting { guest, op, .. }) = self.requests.queue.pop_front() {
-                self.start(guest, op);
+            if let Some(waiting) = self.requests.take_waiting() {
+                self.start(waiting);
             }
         }
     }
 
     pub(super) fn refuse_waiting(&mut self) {
-        while let Some(Waiting { guest, .. }) = self.requests.queue.pop_front() {
-            self.reply_guest(guest, GuestReply::Failed(GuestError::ShuttingDown));
-        }
+        while self.refuse_first(GuestError::ShuttingDown) {}
     }
+
+    /// Answers the first request that waits, if there is one.
+    fn refuse_first(&mut self, error: GuestError) -> bool {
+        let Some(waiting) = self.requests.take_waiting() else { return false };
+        self.end_waiting(&waiting);
+        self.reply_guest(waiting.guest, GuestReply::Failed(error));
+        true
+    }
+
+    #[cfg(not(feature = "trace"))]
+    fn end_waiting(&mut self, _: &Waiting) {}
+
+    #[cfg(not(feature = "trace"))]
+    fn end_jobless(&mut self, _: &GuestRequest) {}
 
     /// When the next request may be admitted, if it waits for that.
     pub(super) fn admission_deadline(&self) -> Option<Time> {
@@ -238,8 +279,10 @@ impl Core {
         self.admit_at = self.now.after(limits.slowing.mul_f64(share * over * over));
     }
 
-    fn start(&mut self, guest: GuestId, op: GuestOp) {
+    fn start(&mut self, waiting: Waiting) {
         let (jobs, bytes) = (self.open_jobs, self.open_bytes);
+        let Waiting { guest, op, received, record, .. } = waiting;
+        self.requests.arriving = Arriving { received, record };
         self.send_request(guest, op);
         self.slow_down(self.open_jobs.saturating_sub(jobs), self.open_bytes.saturating_sub(bytes));
     }
@@ -273,9 +316,12 @@ impl Core {
 
     fn insert_request(&mut self, guest: GuestId, kind: Kind, offset: u64, length: u64, fua: bool) -> ReqKey {
         let admitted = self.now;
+        let Arriving { received, record } = self.requests.arriving;
         let request = GuestRequest {
             guest,
+            received,
             admitted,
+            record,
             kind,
             offset,
             length,
@@ -509,7 +555,9 @@ impl Core {
             return;
         }
         let Some(request) = self.requests.remove(key) else { return };
+        self.end_jobless(&request);
         self.pace.note(self.now, self.now.since(request.admitted));
+        self.count(&request);
         let reply = match request.failed {
             Some(error) => GuestReply::Failed(error),
             None => match request.kind {
@@ -519,6 +567,20 @@ impl Core {
             },
         };
         self.reply_guest(request.guest, reply);
+    }
+
+    fn count(&mut self, request: &GuestRequest) {
+        if request.failed.is_some() {
+            return;
+        }
+        let done = match &request.kind {
+            Kind::Read { .. } => Done::Read,
+            Kind::Change(Change { what: What::Write(_), .. }) => Done::Write,
+            Kind::Change(_) | Kind::Flush => Done::Other,
+            // Asks for no data, and is answered from contexts.
+            Kind::Status { .. } => return,
+        };
+        self.work.record(done, request.length, self.now.since(request.admitted));
     }
 
     fn reply_guest(&mut self, guest: GuestId, reply: GuestReply) {
@@ -534,14 +596,13 @@ impl Core {
         }
         for key in self.requests.keys() {
             if let Some(request) = self.requests.remove(key) {
+                self.end_jobless(&request);
                 self.reply_guest(request.guest, GuestReply::Failed(error));
             }
         }
         self.requests.locks.clear();
         self.requests.blocked.clear();
-        while let Some(Waiting { guest, .. }) = self.requests.queue.pop_front() {
-            self.reply_guest(guest, GuestReply::Failed(error));
-        }
+        while self.refuse_first(error) {}
     }
 
     /// When some request has waited for a lost quorum as long as it may.
@@ -569,15 +630,14 @@ impl Core {
             }
         }
         while self.requests.queue.front().is_some_and(|waiting| late(waiting.since)) {
-            if let Some(Waiting { guest, .. }) = self.requests.queue.pop_front() {
-                self.reply_guest(guest, GuestReply::Failed(GuestError::QuorumLost));
-            }
+            self.refuse_first(GuestError::QuorumLost);
         }
     }
 
     /// Answers one request with an error. Its changes run on for nobody: they may still take effect.
     fn fail_request(&mut self, key: ReqKey, error: GuestError) {
         let Some(request) = self.requests.remove(key) else { return };
+        self.end_jobless(&request);
         self.reply_guest(request.guest, GuestReply::Failed(error));
         for id in self.jobs.ids(|job| matches!(job.owner, Owner::Guest { req, .. } if req == key)) {
             if let Some(job) = self.jobs.get_mut(id) {

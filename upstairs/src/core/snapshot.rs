@@ -8,7 +8,12 @@ use super::api::ReplicaId;
 use super::config::ReadPolicy;
 use super::replica::{CatchUpStage, Link, Replica, Role};
 use super::resync::Progress;
-use super::status::{CatchUpStatus, DelayStatus, HealthStatus, ReadsStatus, ReplicaStatus, Status};
+use super::stages::{AT_REPLICA, BEFORE, Stages, Times};
+use super::status::{
+    CatchUpStatus, DelayStatus, HealthStatus, LatencyStatus, ReadsStatus, ReplicaStatus, StageStatus, Status,
+};
+use super::timeline::Operation;
+use super::way::Stage;
 use super::{Core, Phase};
 
 impl Core {
@@ -24,12 +29,15 @@ impl Core {
             bytes_in_flight: self.open_bytes,
             guest_connections: 0,
             guest_requests: self.requests.open(),
+            work: self.work.clone(),
             oldest_request_us: self.oldest_request().map_or(0, |admitted| to_us(self.now.since(admitted))),
             replicas: ReplicaId::ALL.iter().map(|&id| self.replica_status(self.replica(id))).collect(),
             membership_epoch: self.membership.epoch,
             scrub: self.scrub.status(self.now),
             reactor: DelayStatus::default(),
             reads: self.reads_status(),
+            trace: self.trace.status(),
+            latency: self.stages().map(|stages| latency_of_guests(&stages)).unwrap_or_default(),
         }
     }
 
@@ -79,11 +87,13 @@ impl Core {
             last_catch_up: replica.last_catch_up.map(|copied| catch_up_of(copied, None)),
             reconnects: replica.reconnects,
             healed_blocks: replica.healed_blocks,
+            work: replica.work.clone(),
             ping_us: replica.ping_us,
             health: replica.health.map(|(at, health)| {
                 let age = u64::try_from(self.now.since(at).as_millis()).unwrap_or(u64::MAX);
                 HealthStatus::new(&health, age)
             }),
+            latency: self.stages().map(|stages| latency_at(&stages, replica.id)).unwrap_or_default(),
         }
     }
 
@@ -98,6 +108,43 @@ impl Core {
             .flatten();
         Some(catch_up_of(progress, eta))
     }
+}
+
+fn latency_of_guests(stages: &Stages) -> Vec<LatencyStatus> {
+    let of = |operation: Operation| {
+        let guests = stages.guests(operation);
+        let stages = BEFORE.iter().zip(&guests.before);
+        latency(operation, &guests.whole, Some(guests.bytes), stages)
+    };
+    Operation::ALL.into_iter().filter_map(of).collect()
+}
+
+fn latency_at(stages: &Stages, id: ReplicaId) -> Vec<LatencyStatus> {
+    let at = |operation: Operation| {
+        let replica = stages.replica(id, operation);
+        latency(operation, &replica.whole, None, AT_REPLICA.iter().zip(&replica.stages))
+    };
+    Operation::ALL.into_iter().filter_map(at).collect()
+}
+
+fn latency<'a>(
+    operation: Operation,
+    whole: &Times,
+    bytes: Option<u64>,
+    stages: impl Iterator<Item = (&'a Stage, &'a Times)>,
+) -> Option<LatencyStatus> {
+    let stage = |(stage, times): (&Stage, &Times)| StageStatus {
+        stage: stage.name().into(),
+        count: times.count(),
+        sum_us: times.sum_ns() / 1000,
+    };
+    let operation = operation.name().to_owned();
+    (whole.count() > 0).then(|| LatencyStatus {
+        operation,
+        delays: whole.delays(),
+        bytes,
+        stages: stages.map(stage).collect(),
+    })
 }
 
 fn catch_up_of(progress: Progress, eta_s: Option<u64>) -> CatchUpStatus {

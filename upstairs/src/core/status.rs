@@ -3,6 +3,8 @@
 use newel_protocol::lag::{Delays, Health, Stall};
 use serde::{Deserialize, Serialize};
 
+use super::work::WorkStatus;
+
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     pub volume: String,
@@ -17,6 +19,9 @@ pub struct Status {
     pub guest_requests: usize,
     /// Age of the oldest request that was admitted and isn't answered.
     pub oldest_request_us: u64,
+    /// What guests asked for and got, from admission to the answer.
+    #[serde(default)]
+    pub work: WorkStatus,
     pub replicas: Vec<ReplicaStatus>,
     /// How often the members of the volume were set: 1, and one more for each replacement.
     pub membership_epoch: u32,
@@ -24,6 +29,49 @@ pub struct Status {
     /// How late the reactor of the upstairs itself was.
     pub reactor: DelayStatus,
     pub reads: ReadsStatus,
+    /// What is known of slow jobs.
+    #[serde(default)]
+    pub trace: TraceStatus,
+    /// How long guests' jobs took since the start, from the guest's socket to the answer; operations that there were none of are
+    /// left out.
+    #[serde(default)]
+    pub latency: Vec<LatencyStatus>,
+}
+
+/// See the README.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TraceStatus {
+    /// False if tracing is compiled out.
+    pub enabled: bool,
+    pub threshold_us: u64,
+    /// Jobs over the threshold since the start, those under way included.
+    pub slow: u64,
+    /// Records that were left out of the log, as there were too many.
+    pub records_dropped: u64,
+    /// Jobs that there was no room to trace.
+    pub untraced: u64,
+    pub quorums_lost: u64,
+}
+
+/// Jobs of one operation since the start.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LatencyStatus {
+    /// `read`, `write`, `zero` (zeros and trims) or `flush`.
+    pub operation: String,
+    #[serde(flatten)]
+    pub delays: Delays,
+    /// Not known for one replica.
+    pub bytes: Option<u64>,
+    pub stages: Vec<StageStatus>,
+}
+
+/// The mean over some time is what `sum_us` grew by, divided by what `count` grew by.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StageStatus {
+    /// `admission`, `preparation`, `throttle`; at a replica `network`, `queue`, `submit`, `device`.
+    pub stage: String,
+    pub count: u64,
+    pub sum_us: u64,
 }
 
 /// Delays since the start of a process, and the one that stood out.
@@ -161,10 +209,16 @@ pub struct ReplicaStatus {
     pub last_catch_up: Option<CatchUpStatus>,
     pub reconnects: u64,
     pub healed_blocks: u64,
+    /// What it did for guests while it was active, from sending a job to its answer.
+    #[serde(default)]
+    pub work: WorkStatus,
     /// How long it took to answer the last ping.
     pub ping_us: Option<u64>,
     /// What it said of itself with the last ping.
     pub health: Option<HealthStatus>,
+    /// How long guests' jobs took there since the start, from sending to the answer.
+    #[serde(default)]
+    pub latency: Vec<LatencyStatus>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

@@ -18,8 +18,9 @@ use super::Core;
 use super::api::{
     Action, Event, GuestError, GuestId, GuestOp, GuestReply, LinkId, ReplicaId, Segment, StopReason, Time,
 };
-use super::config::{CoreConfig, Limits, Reads, ThrottleConfig, Timing};
+use super::config::{CoreConfig, Limits, Reads, ThrottleConfig, Timing, TraceConfig};
 use super::pace::RATE_FIRST;
+use super::timeline::Record;
 
 pub(super) const BLOCKS: u64 = 2500;
 pub(super) const MS: u64 = 1_000_000;
@@ -191,6 +192,7 @@ pub(super) struct World {
     next_guest: u64,
     stopped: Option<StopReason>,
     pub(super) replaced: Option<Result<(), String>>,
+    pub(super) slow: Vec<Record>,
 }
 
 pub(super) fn config() -> CoreConfig {
@@ -211,6 +213,7 @@ pub(super) fn config() -> CoreConfig {
         timing: Timing::default(),
         throttle: ThrottleConfig::default(),
         reads: Reads::default(),
+        trace: TraceConfig::default(),
         heal: true,
     }
 }
@@ -230,6 +233,7 @@ impl World {
             next_guest: 1,
             stopped: None,
             replaced: None,
+            slow: Vec::new(),
         }
     }
 
@@ -272,6 +276,7 @@ impl World {
                 }
                 Action::Replace { answer, .. } => self.replaced = Some(answer),
                 Action::Log(_) => {}
+                Action::Slow(record) => self.slow.push(*record),
                 Action::Stopped { reason } => self.stopped = Some(reason),
             }
         }
@@ -327,7 +332,8 @@ impl World {
     pub(super) fn submit(&mut self, op: GuestOp) -> u64 {
         let guest = self.next_guest;
         self.next_guest += 1;
-        self.core.handle(Time(self.now), Event::Guest { guest: GuestId(guest), op });
+        let received = Time(self.now);
+        self.core.handle(Time(self.now), Event::Guest { guest: GuestId(guest), op, received });
         self.drain_actions();
         guest
     }

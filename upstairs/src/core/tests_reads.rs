@@ -271,3 +271,23 @@ fn a_request_beyond_the_bound_fits() {
     ));
     assert_eq!(world.read(0, length), vec![0; length as usize]);
 }
+
+#[test]
+fn what_was_done_is_counted_once_for_guests_and_at_every_replica() {
+    let mut world = World::serving();
+    let before = world.core.status();
+    world.write(0, &[7; 8192]);
+    world.read(0, 4096);
+    world.read(100, 100);
+    assert!(matches!(world.done(GuestOp::Flush), GuestReply::Done));
+    let after = world.core.status();
+    let guests = after.work.since(&before.work);
+    assert_eq!((guests.reads, guests.read_bytes), (2, 4196));
+    assert_eq!((guests.writes, guests.write_bytes, guests.others), (1, 8192, 1));
+    for (replica, before) in after.replicas.iter().zip(&before.replicas) {
+        let work = replica.work.since(&before.work);
+        assert_eq!((work.reads, work.read_bytes), (2, 8192), "whole blocks travel");
+        assert_eq!((work.writes, work.write_bytes, work.others), (1, 8192, 1));
+        assert_eq!(work.latencies.quantile_us(1000).is_some(), work.count() > 0);
+    }
+}

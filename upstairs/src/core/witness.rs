@@ -16,6 +16,7 @@ use newel_protocol::wire::{Op, ReadMode};
 
 use super::Core;
 use super::api::{ReplicaId, ReplicaSet, Time};
+use super::timeline::What;
 
 /// Reads are told apart by the number of bits of their size.
 const CLASSES: usize = 32;
@@ -148,7 +149,9 @@ impl Core {
         let job = self.jobs.get(id).filter(|job| !job.settled)?;
         let read = job.read.as_ref().filter(|read| read.answer.is_none())?;
         let free = active.without(job.owed).without(read.failed).without(job.readers);
+        let slot = job.trace;
         let reader = self.least_reading(id, free)?;
+        self.trace.mark(slot, self.now, What::AskedToo, reader);
         self.send_data_read(id, reader);
         Some(())
     }

@@ -35,6 +35,12 @@ pub(super) enum Ask {
         answer: oneshot::Sender<Result<(), String>>,
     },
     Scrub(oneshot::Sender<ScrubStatus>),
+    /// JSON.
+    Slow(oneshot::Sender<String>),
+    /// JSON.
+    InFlight(oneshot::Sender<String>),
+    /// The text that Prometheus reads.
+    Metrics(oneshot::Sender<String>),
 }
 
 /// What the handlers share.
@@ -56,7 +62,7 @@ impl Asker {
             let text = "too many requests to the status page at once\n".to_owned();
             return Err((StatusCode::SERVICE_UNAVAILABLE, text));
         }
-        answer.await.map_err(|_| (StatusCode::SERVICE_UNAVAILABLE, "shutting down\n".to_owned()))
+        answer.await.map_err(|_| (StatusCode::SERVICE_UNAVAILABLE, "too busy, or shutting down\n".to_owned()))
     }
 
     fn check_admin(&self) -> Result<(), Refused> {

@@ -1,9 +1,11 @@
 //! The command line of `newel-upstairs`.
 
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
+use clap_complete::Shell;
 use tracing_subscriber::EnvFilter;
 
 use super::config::{Config, RunArgs};
@@ -11,7 +13,7 @@ use super::run;
 
 /// Serves one Newel volume over NBD and replicates it to three downstairs
 #[derive(Debug, Parser)]
-#[command(version, arg_required_else_help = true)]
+#[command(name = "newel-upstairs", version, arg_required_else_help = true)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -21,18 +23,35 @@ struct Cli {
 enum Command {
     /// Serve a volume
     Run(Box<RunArgs>),
+    /// Write manual pages and shell completions into a directory, for packages
+    #[command(hide = true)]
+    Documents { dir: PathBuf },
 }
 
 /// Runs the command line; an error is one sentence on standard error.
 pub fn main() -> ExitCode {
-    let Command::Run(args) = Cli::parse().command;
-    match start(*args) {
+    let outcome = match Cli::parse().command {
+        Command::Run(args) => start(*args),
+        Command::Documents { dir } => documents(&dir),
+    };
+    match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             complain(&error);
             ExitCode::FAILURE
         }
     }
+}
+
+fn documents(dir: &Path) -> Result<()> {
+    let write = || {
+        clap_mangen::generate_to(Cli::command(), dir)?;
+        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+            clap_complete::generate_to(shell, &mut Cli::command(), "newel-upstairs", dir)?;
+        }
+        std::io::Result::Ok(())
+    };
+    write().with_context(|| format!("cannot write into {}", dir.display()))
 }
 
 fn start(args: RunArgs) -> Result<()> {

@@ -1,5 +1,7 @@
 //! From flags and file to one validated configuration. Every error names the flag or key and its value.
 
+mod nbd;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -9,10 +11,12 @@ use clap::Args;
 use serde::Deserialize;
 use uuid::Uuid;
 
-use super::nbd::ListenAddr;
+use self::nbd::{NbdArgs, NbdTable};
+use super::nbd::{ListenAddr, NbdOptions};
+use super::scribe::SlowLog;
 use crate::core::QUORUM;
 use crate::core::api::ReplicaId;
-use crate::core::config::{CoreConfig, Limits, ReadPolicy, Reads, ThrottleConfig, Timing};
+use crate::core::config::{CoreConfig, Limits, ReadPolicy, Reads, ThrottleConfig, Timing, TraceConfig};
 
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct RunArgs {
@@ -43,6 +47,8 @@ pub(crate) struct RunArgs {
     /// Allow listening and connecting in plain text where other hosts can listen in
     #[arg(long)]
     allow_plaintext: bool,
+    #[command(flatten)]
+    nbd: NbdArgs,
     /// Who is asked for the data of a read: all replicas, or one and the others for their contexts [default: fanout]
     #[arg(long, value_enum, value_name = "POLICY")]
     read_policy: Option<Policy>,
@@ -58,6 +64,12 @@ pub(crate) struct RunArgs {
     /// The longest time for which the throttle keeps a read back [default: 1s]
     #[arg(long, value_name = "TIME")]
     throttle_max_delay: Option<String>,
+    /// A job that takes longer is slow, and told of with all its stages [default: 1s]
+    #[arg(long, value_name = "TIME")]
+    trace_threshold: Option<String>,
+    /// A file for slow jobs, one JSON object a line, beside the log
+    #[arg(long, value_name = "PATH")]
+    slow_log: Option<PathBuf>,
     /// What to log, e.g. info, debug, newel_upstairs=debug
     #[arg(long, value_name = "FILTER")]
     log: Option<String>,
@@ -76,11 +88,15 @@ struct File {
     allow_plaintext: Option<bool>,
     log: Option<String>,
     #[serde(default)]
+    nbd: NbdTable,
+    #[serde(default)]
     limits: LimitsTable,
     #[serde(default)]
     timing: TimingTable,
     #[serde(default)]
     throttle: ThrottleTable,
+    #[serde(default)]
+    trace: TraceTable,
     read_policy: Option<Policy>,
     cancel_reads: Option<bool>,
 }
@@ -112,6 +128,14 @@ struct ThrottleTable {
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
+struct TraceTable {
+    threshold: Option<String>,
+    slow_log: Option<PathBuf>,
+    slow_log_bytes: Option<u64>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct TimingTable {
     backoff_first: Option<String>,
     backoff_max: Option<String>,
@@ -134,6 +158,8 @@ pub(crate) struct Config {
     pub(crate) status: Option<ListenAddr>,
     pub(crate) allow_plaintext: bool,
     pub(crate) log: String,
+    pub(crate) nbd: NbdOptions,
+    pub(super) slow_log: Option<SlowLog>,
     pub(crate) core: CoreConfig,
 }
 
@@ -168,8 +194,14 @@ impl Config {
             lead: args.throttle_lead.or(file.throttle.lead),
             max_delay: args.throttle_max_delay.or(file.throttle.max_delay),
         };
+        let trace = TraceTable {
+            threshold: args.trace_threshold.or(file.trace.threshold),
+            slow_log: args.slow_log.or(file.trace.slow_log),
+            slow_log_bytes: file.trace.slow_log_bytes,
+        };
         Ok(Self {
             replicas: three(replicas)?,
+            slow_log: trace.slow_log()?,
             listen: listen(args.listen, file.listen)?,
             status: match (args.status, file.status) {
                 (Some(addr), _) => Some(addr),
@@ -177,6 +209,7 @@ impl Config {
                 (None, None) => None,
             },
             allow_plaintext,
+            nbd: nbd::options(&name, args.nbd, file.nbd)?,
             log: args.log.or(file.log).unwrap_or_else(|| "info".into()),
             core: CoreConfig {
                 volume,
@@ -193,6 +226,7 @@ impl Config {
                     },
                     cancel: args.cancel_reads.or(file.cancel_reads).unwrap_or(false),
                 },
+                trace: trace.check()?,
                 heal: true,
                 min_replicas: min_replicas(args.min_replicas.or(file.min_replicas))?,
             },
@@ -298,6 +332,25 @@ impl ThrottleTable {
     }
 }
 
+impl TraceTable {
+    fn check(&self) -> Result<TraceConfig> {
+        let default = TraceConfig::default().threshold;
+        let threshold = self.threshold.as_deref().map_or(Ok(default), |text| {
+            duration_within("trace.threshold", text, Duration::from_millis(1), THRESHOLD_MAX)
+        })?;
+        Ok(TraceConfig { threshold })
+    }
+
+    fn slow_log(&self) -> Result<Option<SlowLog>> {
+        let bytes_max = self.slow_log_bytes.unwrap_or(SLOW_LOG_BYTES);
+        if !SLOW_LOG_RANGE.contains(&bytes_max) {
+            let (low, high) = (SLOW_LOG_RANGE.start(), SLOW_LOG_RANGE.end());
+            bail!("trace.slow_log_bytes = {bytes_max}: it must lie between {low} and {high}");
+        }
+        Ok(self.slow_log.clone().map(|path| SlowLog { path, bytes_max }))
+    }
+}
+
 impl TimingTable {
     fn check(&self) -> Result<Timing> {
         let d = Timing::default();
@@ -335,6 +388,11 @@ const DURATION_MAX: Duration = Duration::from_secs(24 * 3600);
 /// A replica that is later than this is not slow, but about to leave.
 const LEAD_MAX: Duration = Duration::from_secs(1);
 const MAX_DELAY_MAX: Duration = Duration::from_secs(10);
+/// Stamps reach to 18 minutes.
+const THRESHOLD_MAX: Duration = Duration::from_secs(600);
+/// A line has about 2 KiB.
+const SLOW_LOG_BYTES: u64 = 16 << 20;
+const SLOW_LOG_RANGE: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 40;
 /// A scrub that begins anew every few seconds is a mistake, and one in more than a year is none at all.
 const SCRUB_MIN: Duration = Duration::from_secs(60);
 const SCRUB_MAX: Duration = Duration::from_secs(366 * 24 * 3600);
@@ -385,6 +443,8 @@ mod tests {
         fails("[timing]\nsilence = \"10ms\"\n", "shorter than timing.ping_every");
         fails("[throttle]\nlead = \"0s\"\n", "throttle.lead = \"0s\"");
         fails("[throttle]\nlag = \"1s\"\n", "unknown field `lag`");
+        fails("[trace]\nthreshold = \"1h\"\n", "trace.threshold = \"1h\"");
+        fails("[trace]\nslow_log_bytes = 1\n", "trace.slow_log_bytes = 1");
     }
 
     #[test]

@@ -15,13 +15,15 @@ use std::time::{Duration, Instant, SystemTime};
 use bytes::Bytes;
 use newel_protocol::lag::Activity;
 use newel_protocol::wire::{self, Reply, Welcome};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, oneshot};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::guest::{ConnKey, GuestSink, Volume};
 use super::lag::Lag;
 use super::link::{self, LinkSink, Outbox};
+use super::metrics::Measured;
+use super::scribe::Scribe;
 use crate::core::Core;
 use crate::core::api::{Action, Event, GuestId, GuestOp, GuestReply, LinkId, LogEvent, LogLevel, ReplicaId};
 use crate::core::api::{StopReason, Time};
@@ -39,11 +41,12 @@ pub(super) struct Driver {
     name: String,
     inner: RefCell<Inner>,
     /// Guest requests of the batch under way.
-    requests: RefCell<Vec<(GuestId, GuestOp)>>,
+    requests: RefCell<Vec<(GuestId, GuestOp, Time)>>,
     /// Set while the volume is too full to take more.
     full: Cell<bool>,
     timer: Timer,
     lag: Lag,
+    scribe: Scribe,
     /// Something that the main task waits for has changed: served, or stopped.
     pub(super) changed: Notify,
     stopped: RefCell<Option<StopReason>>,
@@ -92,7 +95,12 @@ struct OpenLink {
 }
 
 impl Driver {
-    pub(super) fn new(config: CoreConfig, name: String, addresses: [String; ReplicaId::COUNT]) -> Rc<Self> {
+    pub(super) fn new(
+        config: CoreConfig,
+        name: String,
+        addresses: [String; ReplicaId::COUNT],
+        scribe: Scribe,
+    ) -> Rc<Self> {
         Rc::new_cyclic(|weak| Self {
             started: Instant::now(),
             addresses: RefCell::new(addresses),
@@ -114,6 +122,7 @@ impl Driver {
             full: Cell::new(false),
             timer: Timer::default(),
             lag: Lag::default(),
+            scribe,
             changed: Notify::new(),
             stopped: RefCell::default(),
             weak: weak.clone(),
@@ -198,6 +207,7 @@ impl Driver {
                 }
             }
             Action::Log(event) => self.log(&event),
+            Action::Slow(record) => self.scribe.slow(record, unix_us()),
             Action::Stopped { reason } => {
                 *self.stopped.borrow_mut() = Some(reason);
                 self.changed.notify_one();
@@ -274,9 +284,25 @@ impl Driver {
         }
         let (lag, longest) = self.lag.figures(self.now());
         status.reactor = DelayStatus::new(lag, longest, 0);
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        status.date(u64::try_from(now.as_millis()).unwrap_or(u64::MAX));
+        status.date(unix_us() / 1000);
         status
+    }
+
+    /// Answers with the slow jobs as JSON.
+    pub(super) fn slow(&self, answer: oneshot::Sender<String>) {
+        self.scribe.list(self.inner.borrow().core.slow_records(self.now()), unix_us(), answer);
+    }
+
+    /// Answers with the jobs under way as JSON.
+    pub(super) fn in_flight(&self, answer: oneshot::Sender<String>) {
+        self.scribe.list(self.inner.borrow().core.in_flight_records(self.now()), unix_us(), answer);
+    }
+
+    /// Answers with all metrics.
+    pub(super) fn metrics(&self, answer: oneshot::Sender<String>) {
+        let status = self.status();
+        let stages = self.inner.borrow().core.stages().map(|stages| Box::new(stages.clone()));
+        self.scribe.metrics(Measured { status, stages }, answer);
     }
 
     pub(super) fn introduction(&self) -> Introduction {
@@ -332,8 +358,13 @@ impl Volume for Driver {
         self.inner.borrow_mut().sinks.remove(&key.0);
     }
 
-    fn submit(&self, guest: GuestId, op: GuestOp) {
-        self.requests.borrow_mut().push((guest, op));
+    fn now(&self) -> Time {
+        // Only the trace wants to know.
+        if cfg!(feature = "trace") { Self::now(self) } else { Time(0) }
+    }
+
+    fn submit(&self, guest: GuestId, op: GuestOp, received: Time) {
+        self.requests.borrow_mut().push((guest, op, received));
     }
 
     fn kick(&self) {
@@ -342,8 +373,8 @@ impl Volume for Driver {
             return;
         }
         self.batch(Activity::Guests, |core, now| {
-            for (guest, op) in requests.drain(..) {
-                core.handle(now, Event::Guest { guest, op });
+            for (guest, op, received) in requests.drain(..) {
+                core.handle(now, Event::Guest { guest, op, received });
             }
         });
         // Keep the allocation for the next batch.
@@ -353,6 +384,12 @@ impl Volume for Driver {
     fn room(&self) -> bool {
         !self.full.get()
     }
+}
+
+/// The time of day in µs.
+fn unix_us() -> u64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(now.as_micros()).unwrap_or(u64::MAX)
 }
 
 struct ReplicaSink {

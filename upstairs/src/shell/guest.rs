@@ -4,7 +4,7 @@
 
 use std::rc::Rc;
 
-use crate::core::api::{GuestId, GuestOp, GuestReply};
+use crate::core::api::{GuestId, GuestOp, GuestReply, Time};
 
 /// One NBD connection as the driver knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -32,8 +32,10 @@ pub trait Volume {
     fn open(&self, sink: Rc<dyn GuestSink>) -> ConnKey;
     /// The connection is gone. Its unfinished requests run on, their replies are dropped.
     fn close(&self, key: ConnKey);
-    /// Queue a request for the core.
-    fn submit(&self, guest: GuestId, op: GuestOp);
+    /// The clock by which `received` is meant.
+    fn now(&self) -> Time;
+    /// Queue a request for the core. `received`: when it was read off the socket.
+    fn submit(&self, guest: GuestId, op: GuestOp, received: Time);
     /// Hand everything queued to the core and carry out its actions. Called once for a batch of requests.
     fn kick(&self);
     /// False while the volume as a whole holds as much as it may: connections stop reading until `room` returns true,

@@ -7,13 +7,15 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
+use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::LocalSet;
 use tokio_util::sync::CancellationToken;
 
 use super::config::Config;
 use super::driver::Driver;
-use super::nbd::{self, Listeners, NbdOptions};
+use super::nbd::{self, Listeners, TlsOffer};
+use super::scribe::Scribe;
 use super::status_page;
 use crate::core::api::{Event, StopReason};
 
@@ -31,11 +33,19 @@ pub(crate) fn run(config: Config) -> Result<()> {
 }
 
 async fn serve(config: Config) -> Result<()> {
-    let listeners = Listeners::bind(&config.listen, config.allow_plaintext)?;
+    allow_descriptors();
+    let private = config.nbd.tls.as_ref().is_some_and(|tls| tls.required);
+    let listeners = Listeners::bind(&config.listen, config.allow_plaintext || private)?;
     let addresses = listeners.addrs();
     let status =
         config.status.as_ref().map(|addr| status_page::bind(addr, config.allow_plaintext)).transpose()?;
-    let driver = Driver::new(config.core.clone(), config.name.clone(), config.replicas.clone());
+    if config.slow_log.is_some() && !cfg!(feature = "trace") {
+        tracing::warn!(
+            "no slow I/O will be told of: this newel-upstairs was built without the feature `trace`"
+        );
+    }
+    let scribe = Scribe::start(config.name.clone(), config.slow_log.clone())?;
+    let driver = Driver::new(config.core.clone(), config.name.clone(), config.replicas.clone(), scribe);
     if let Some(status) = status {
         let driver = driver.clone();
         tokio::task::spawn_local(async move {
@@ -62,7 +72,8 @@ async fn serve(config: Config) -> Result<()> {
             front = front.start(&driver, &config, &shutdown);
             let listen: Vec<String> = addresses.iter().map(ToString::to_string).collect();
             notify(&[sd_notify::NotifyState::Ready, sd_notify::NotifyState::Status("serving")]);
-            tracing::info!(volume = %config.name, listen = %listen.join(" "), "guests can attach");
+            let tls = TlsOffer::describe(config.nbd.tls.as_ref());
+            tracing::info!(volume = %config.name, listen = %listen.join(" "), %tls, "guests can attach");
             break;
         }
         tokio::select! {
@@ -91,6 +102,16 @@ async fn serve(config: Config) -> Result<()> {
     }
 }
 
+/// As many descriptors as the process may have: a guest's connection takes up to three, and the usual 1024 would be fewer
+/// than the connections that are allowed.
+fn allow_descriptors() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        tracing::warn!(%error, "the limit of open files stays as it is");
+    }
+}
+
 /// The NBD front end before and after it is opened.
 enum Front {
     Waiting(Listeners),
@@ -101,8 +122,7 @@ impl Front {
     fn start(self, driver: &Rc<Driver>, config: &Config, shutdown: &CancellationToken) -> Self {
         match self {
             Self::Waiting(listeners) => {
-                let options = NbdOptions::new(&config.name);
-                let (volume, shutdown) = (driver.clone(), shutdown.clone());
+                let (volume, options, shutdown) = (driver.clone(), config.nbd.clone(), shutdown.clone());
                 Self::Serving(tokio::task::spawn_local(nbd::serve(listeners, volume, options, shutdown)))
             }
             Self::Serving(_) => self,

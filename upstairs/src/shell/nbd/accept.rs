@@ -10,13 +10,17 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::fd::AsFd;
 use rustix::net::sockopt::{
     set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl, set_tcp_nodelay,
 };
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::tcp::ReadHalf;
 use tokio::net::{TcpStream, UnixStream};
 
 use super::listen::{Listener, Listeners};
+use super::quiet::QuietReader;
 
 /// How long no connection is accepted after the host had no descriptor or memory for one. Trying at once would only spin.
 pub(super) const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -93,6 +97,38 @@ impl Socket {
             },
         }
     }
+}
+
+/// The stream of what a guest says.
+pub(super) trait GuestRead: AsyncRead + Unpin {
+    /// Whether the guest has hung up, however much of what it sent is still unread.
+    fn has_left(&self) -> bool;
+}
+
+impl GuestRead for ReadHalf<'_> {
+    fn has_left(&self) -> bool {
+        hung_up(self.as_ref())
+    }
+}
+
+impl GuestRead for QuietReader {
+    fn has_left(&self) -> bool {
+        hung_up(self)
+    }
+}
+
+impl<R: GuestRead> GuestRead for &mut R {
+    fn has_left(&self) -> bool {
+        (**self).has_left()
+    }
+}
+
+fn hung_up(socket: &impl AsFd) -> bool {
+    let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+    let mut sockets = [PollFd::new(socket, PollFlags::RDHUP)];
+    // A poll that fails tells nothing; what is wrong shows at the next read.
+    rustix::event::poll(&mut sockets, Some(&Timespec::default())).is_ok()
+        && sockets[0].revents().intersects(gone)
 }
 
 impl AsyncRead for Socket {

@@ -7,7 +7,11 @@
 //! - Payloads are split off the read buffer. One that doesn't fit gets a buffer of its own size up front, and the reads
 //!   for it stop where the next request's header ends, so that payloads aren't copied together piece by piece.
 //! - No request is read while the session or the volume has no room.
-//! - A connection ends when nothing is in flight and everything is sent, or at its linger limit.
+//! - A connection ends when nothing is in flight and everything is sent, at its linger limit, or when it has been idle for
+//!   too long.
+//! - **What a guest that has hung up had sent, and nobody has taken yet, is dropped if there was another connection beside
+//!   this one.** A guest sends again over another connection, old or new, whatever was not answered, and newer writes behind
+//!   it: the old ones must not land on top of those. (What was taken before is older in the volume's order, too.)
 //! - At the end what the client still sends is read for a moment: closing a socket with unread data would take back
 //!   replies that the client hasn't seen yet.
 
@@ -27,8 +31,10 @@ use newel_protocol::nbd::{
 use thiserror::Error;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
+use super::accept::GuestRead;
 use super::outqueue::SLICES_MAX;
 use super::session::{Session, Taken};
+use crate::core::api::Time;
 use crate::shell::guest::{ConnKey, Volume};
 
 /// One read's buffer: two batches of 32 writes of 4 KiB.
@@ -40,6 +46,8 @@ const HANDSHAKE_READ_BYTES: usize = 4096;
 /// How long and how much is still read from a client that was told goodbye.
 const FAREWELL: Duration = Duration::from_secs(1);
 const FAREWELL_BYTES_MAX: usize = 16 << 20;
+/// An idle connection is looked at so often within its limit.
+const IDLE_LOOKS: u32 = 4;
 
 /// Why a connection ended otherwise than agreed.
 #[derive(Debug, Error)]
@@ -50,6 +58,8 @@ pub(super) enum ConnectionError {
     Request(#[from] RequestError),
     #[error("no agreement within {limit:?} of connecting; the connection was closed")]
     HandshakeTime { limit: Duration },
+    #[error("TLS could not be agreed upon: {0}")]
+    Tls(io::Error),
     #[error("the guest closed the connection in the middle of a message")]
     Cut,
     #[error(
@@ -64,7 +74,9 @@ impl ConnectionError {
     /// A guest that vanishes is everyday life; one that breaks the rules is worth a line in the log.
     pub(super) fn is_violation(&self) -> bool {
         match self {
-            Self::Handshake(HandshakeError::ShuttingDown) | Self::Io(_) | Self::Cut => false,
+            Self::Handshake(HandshakeError::ShuttingDown) | Self::Cut => false,
+            // Of TLS: what came is none, or not what was sent.
+            Self::Io(error) | Self::Tls(error) => error.kind() == io::ErrorKind::InvalidData,
             Self::Handshake(_) | Self::Request(_) | Self::HandshakeTime { .. } | Self::Linger { .. } => true,
         }
     }
@@ -81,49 +93,76 @@ pub(super) enum Closed {
     Eof,
     /// By us, on the way down.
     ShutDown,
+    /// By us, after a long silence.
+    Idle,
+    /// By the guest, which may go on over another connection; so many bytes were dropped.
+    Superseded { bytes: usize },
 }
 
 /// What the server says at a given moment of a handshake: whether it has room, and the volume's size.
 pub(super) type Now<'a> = &'a dyn Fn() -> (Admission, u64);
 
-/// Shakes hands. `spoke` is called when the client says anything; `admit` once, before another connection can be served,
-/// with what was agreed. `None`: the client said goodbye or left. The buffer holds what it sent behind its last option.
-pub(super) async fn negotiate<R, W, T>(
-    (read, write): (&mut R, &mut W),
-    export: &Export,
-    now: Now<'_>,
-    spoke: impl Fn(),
-    admit: impl FnOnce(Agreed) -> T,
-) -> Result<Option<(T, BytesMut)>, ConnectionError>
-where
-    R: AsyncRead + Unpin,
-    W: AsyncWrite + Unpin,
-{
-    let (mut input, mut out) = (BytesMut::new(), BytesMut::new());
-    let mut handshake = Handshake::new(&mut out);
-    loop {
-        write.write_all_buf(&mut out).await?;
-        debug_assert!(input.len() <= OPTION_PAYLOAD_BYTES_MAX + REQUEST_HEADER_BYTES);
-        input.reserve(HANDSHAKE_READ_BYTES);
-        if read.read_buf(&mut (&mut input).limit(HANDSHAKE_READ_BYTES)).await? == 0 {
-            return if input.is_empty() { Ok(None) } else { Err(ConnectionError::Cut) };
-        }
-        spoke();
-        let (admission, size_bytes) = now();
-        let offer = Offer { export, size_bytes, admission, tls: Tls::Off };
-        let step = handshake.advance(&mut input, &mut out, &offer);
-        let admitted = match step {
-            Step::More => continue,
-            Step::Go(agreed) => Some(admit(agreed)),
-            // Not offered, so not reached; there is nothing to go on with.
-            Step::StartTls | Step::Close(Ending::Aborted) => None,
-            Step::Close(Ending::Refused(error)) => {
-                write.write_all_buf(&mut out).await?;
-                return Err(error.into());
+/// A handshake and what was read for it; it goes on behind STARTTLS.
+pub(super) struct Negotiation {
+    handshake: Handshake,
+    tls: Tls,
+    input: BytesMut,
+    out: BytesMut,
+}
+
+/// What a handshake has come to.
+pub(super) enum Shaken<T> {
+    /// Requests may come. The buffer holds what was sent behind the last option.
+    Admitted(T, BytesMut),
+    /// TLS is to be spoken, and then the handshake goes on. Nothing has been read beyond this point.
+    StartTls,
+    /// The client said goodbye or left.
+    Ended,
+}
+
+impl Negotiation {
+    pub(super) fn new(tls: Tls) -> Self {
+        let mut out = BytesMut::new();
+        Self { handshake: Handshake::new(&mut out), tls, input: BytesMut::new(), out }
+    }
+
+    /// Shakes hands. `spoke` is called when the client says anything; `admit` once, before another connection can be served,
+    /// with what was agreed.
+    pub(super) async fn run<R, W, T>(
+        &mut self,
+        (read, write): (&mut R, &mut W),
+        export: &Export,
+        now: Now<'_>,
+        spoke: impl Fn(),
+        admit: impl FnOnce(Agreed) -> T,
+    ) -> Result<Shaken<T>, ConnectionError>
+    where
+        R: AsyncRead + Unpin,
+        W: AsyncWrite + Unpin,
+    {
+        let Self { handshake, tls, input, out } = self;
+        loop {
+            write.write_all_buf(out).await?;
+            write.flush().await?;
+            debug_assert!(input.len() <= OPTION_PAYLOAD_BYTES_MAX + REQUEST_HEADER_BYTES);
+            input.reserve(HANDSHAKE_READ_BYTES);
+            if read.read_buf(&mut (&mut *input).limit(HANDSHAKE_READ_BYTES)).await? == 0 {
+                return if input.is_empty() { Ok(Shaken::Ended) } else { Err(ConnectionError::Cut) };
             }
-        };
-        write.write_all_buf(&mut out).await?;
-        return Ok(admitted.map(|admitted| (admitted, input)));
+            spoke();
+            let (admission, size_bytes) = now();
+            let offer = Offer { export, size_bytes, admission, tls: *tls };
+            let shaken = match handshake.advance(input, out, &offer) {
+                Step::More => continue,
+                Step::Go(agreed) => Ok(Shaken::Admitted(admit(agreed), std::mem::take(input))),
+                Step::StartTls => Ok(Shaken::StartTls),
+                Step::Close(Ending::Aborted) => Ok(Shaken::Ended),
+                Step::Close(Ending::Refused(error)) => Err(error.into()),
+            };
+            write.write_all_buf(out).await?;
+            write.flush().await?;
+            return shaken;
+        }
     }
 }
 
@@ -133,15 +172,16 @@ pub(super) async fn transmit<R, W>(
     buffered: BytesMut,
     session: &Session,
     (volume, key): (&dyn Volume, ConnKey),
-    linger: Duration,
+    (linger, idle): (Duration, Option<Duration>),
 ) -> Result<Closed, ConnectionError>
 where
-    R: AsyncRead + Unpin,
+    R: GuestRead,
     W: AsyncWrite + Unpin,
 {
     let reader_done = Cell::new(false);
     let mut reader = pin!(Reader::new(buffered, session, volume, key).run(read));
     let mut writer = pin!(write_replies(write, session, &reader_done));
+    let mut idleness = pin!(idleness(session, idle));
     let mut ended = None;
     let mut deadline = pin!(None);
     loop {
@@ -159,6 +199,7 @@ where
                 result?;
                 return ended.unwrap_or(Ok(Closed::ShutDown));
             }
+            () = &mut idleness, if ended.is_none() => return Ok(Closed::Idle),
             Some(()) = until(deadline.as_mut()), if ended.is_some() => {
                 return Err(ConnectionError::Linger { requests: session.in_flight(), limit: linger });
             }
@@ -169,6 +210,19 @@ where
 async fn until(deadline: Pin<&mut Option<tokio::time::Sleep>>) -> Option<()> {
     deadline.as_pin_mut()?.await;
     Some(())
+}
+
+/// Ends once nothing has been in flight, come or gone for `limit`, or up to a quarter of it later. It takes no clock to a
+/// request to know.
+async fn idleness(session: &Session, limit: Option<Duration>) {
+    let Some(limit) = limit else { return std::future::pending().await };
+    let (mut seen, mut quiet) = (session.stirs(), 0);
+    while quiet < IDLE_LOOKS {
+        tokio::time::sleep(limit / IDLE_LOOKS).await;
+        let idle = session.stirs() == seen && session.in_flight() == 0;
+        quiet = if idle { quiet + 1 } else { 0 };
+        seen = session.stirs();
+    }
 }
 
 /// Lets the client see everything that was sent before the socket goes.
@@ -214,13 +268,20 @@ where
                 }
                 Some(written)
             });
+            // What an encrypted stream has taken and not sent yet is unsent.
+            if written.is_none() && Pin::new(&mut *write).poll_flush(context)?.is_pending() {
+                return Poll::Pending;
+            }
             match written {
                 None if session.is_finished() && (reader_done.get() || session.is_draining()) => {
                     return Poll::Ready(Ok(()));
                 }
                 None | Some(Poll::Pending) => return Poll::Pending,
                 Some(Poll::Ready(Ok(0))) => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
-                Some(Poll::Ready(Ok(_))) => session.made_room(),
+                Some(Poll::Ready(Ok(_))) => {
+                    session.stir();
+                    session.made_room();
+                }
                 Some(Poll::Ready(Err(error))) => return Poll::Ready(Err(error)),
             }
         }
@@ -242,6 +303,8 @@ struct Reader<'a> {
     session: &'a Session,
     volume: &'a dyn Volume,
     key: ConnKey,
+    /// When the socket was read last: whatever lies in the buffer has been here since then, at least.
+    received: Time,
 }
 
 impl<'a> Reader<'a> {
@@ -252,11 +315,15 @@ impl<'a> Reader<'a> {
             session,
             volume,
             key,
+            received: volume.now(),
         }
     }
 
-    async fn run<R: AsyncRead + Unpin>(mut self, read: &mut R) -> Result<Closed, ConnectionError> {
+    async fn run<R: GuestRead>(mut self, read: &mut R) -> Result<Closed, ConnectionError> {
         loop {
+            if !self.buffer.bytes.is_empty() && self.session.is_accompanied() && read.has_left() {
+                return Ok(self.last_words()?);
+            }
             match self.take_batch()? {
                 Batch::Disconnect => return Ok(Closed::Disconnected),
                 Batch::NeedRoom => self.room().await,
@@ -265,9 +332,20 @@ impl<'a> Reader<'a> {
                         let between = self.parser.is_idle() && self.buffer.bytes.is_empty();
                         return if between { Ok(Closed::Eof) } else { Err(ConnectionError::Cut) };
                     }
+                    self.session.stir();
+                    self.received = self.volume.now();
                 }
             }
         }
+    }
+
+    /// What a guest still had to say that has hung up and may go on elsewhere: goodbye, or what must not be done any more.
+    fn last_words(&mut self) -> Result<Closed, RequestError> {
+        let bytes = self.buffer.bytes.len();
+        Ok(match self.parser.next(&mut self.buffer.bytes)? {
+            Some(request) if request.head.kind == command::DISC => Closed::Disconnected,
+            Some(_) | None => Closed::Superseded { bytes },
+        })
     }
 
     /// Takes all complete requests and kicks the volume once, also before an error ends the connection.
@@ -292,7 +370,7 @@ impl<'a> Reader<'a> {
                 Err(error) => self.session.refuse(cookie, read, error),
                 Ok(command) => {
                     if let Taken::Submit(slot, op) = self.session.take(cookie, command) {
-                        self.volume.submit(self.key.guest(slot), op);
+                        self.volume.submit(self.key.guest(slot), op, self.received);
                         submitted = true;
                     }
                 }

@@ -2,7 +2,7 @@
 //!
 //! Invariants:
 //! - A socket file is replaced only if nobody listens on it, and removed at the end only if it is still ours.
-//! - Without `allow_plaintext` no TCP port is opened that another host can reach.
+//! - Without leave to no TCP port is opened that another host can reach.
 
 use std::fmt;
 use std::io;
@@ -40,7 +40,8 @@ pub enum BindError {
     NotASocket { addr: ListenAddr },
     #[error(
         "won't listen on {addr}: other hosts can reach it, and without TLS everybody there could read and write the \
-         volume; listen on 127.0.0.1 or on a unix socket, or set allow_plaintext if that network is trusted"
+         volume; listen on 127.0.0.1 or on a unix socket, serve guests over TLS only (tls mode \"required\"), or set \
+         allow_plaintext if that network is trusted"
     )]
     Plaintext { addr: ListenAddr },
     #[error("can't listen on {addr}: {source}")]
@@ -102,14 +103,15 @@ pub(super) enum Listener {
 }
 
 impl Listeners {
-    /// Binds all of them, or none. `allow_plaintext`: also where other hosts can connect. Within a runtime only.
-    pub fn bind(addrs: &[ListenAddr], allow_plaintext: bool) -> Result<Self, BindError> {
+    /// Binds all of them, or none. `open`: also where other hosts can connect, as they are trusted or nothing is said in the
+    /// clear. Within a runtime only.
+    pub fn bind(addrs: &[ListenAddr], open: bool) -> Result<Self, BindError> {
         if addrs.is_empty() {
             return Err(BindError::None);
         }
         let bound = addrs.iter().map(|addr| match addr {
             ListenAddr::Unix(path) => bind_unix(addr, path),
-            ListenAddr::Tcp(socket) if allow_plaintext || is_loopback(socket.ip()) => bind_tcp(addr, *socket),
+            ListenAddr::Tcp(socket) if open || is_loopback(socket.ip()) => bind_tcp(addr, *socket),
             ListenAddr::Tcp(_) => Err(BindError::Plaintext { addr: addr.clone() }),
         });
         Ok(Self { bound: bound.collect::<Result<_, _>>()?, next: 0 })

@@ -1,7 +1,7 @@
 //! The NBD front end: guests connect here, and their requests go to the volume.
 //!
 //! Files: `listen` and `accept` where guests attach (and `http` where the status page does), `connection` one guest's reader and writer, `session` its requests in flight,
-//! `outqueue` the bytes it is owed, `quiet` a unix stream without needless wake-ups. The protocol itself is `newel_protocol::nbd`.
+//! `outqueue` the bytes it is owed, `quiet` a unix stream without needless wake-ups, `tls` encrypted ones. The protocol itself is `newel_protocol::nbd`.
 //!
 //! Invariants:
 //! - Everything runs on the one reactor thread.
@@ -21,21 +21,25 @@ mod quiet;
 mod session;
 #[cfg(test)]
 mod tests;
+mod tls;
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::Duration;
 
-use newel_protocol::nbd::{Admission, Agreed, Export};
-use tokio::io::{AsyncRead, AsyncWrite};
+use bytes::BytesMut;
+use newel_protocol::nbd::{Admission, Agreed, Export, Tls};
+use tokio::io::AsyncWrite;
 use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
-use self::accept::{ACCEPT_PAUSE, Socket};
-use self::connection::{Closed, ConnectionError, farewell, negotiate, transmit};
+use self::accept::{ACCEPT_PAUSE, GuestRead, Socket};
+use self::connection::{Closed, ConnectionError, Negotiation, Shaken, farewell, transmit};
 pub use self::listen::{BindError, ListenAddr, ListenAddrError, Listeners};
 use self::session::Session;
+pub use self::tls::{TlsError, TlsFiles, TlsOffer};
 use super::guest::{ConnKey, Volume};
 
 /// How long, on the way down, a client that shakes hands or is told goodbye may hold things up.
@@ -53,12 +57,15 @@ pub struct NbdOptions {
     pub connections_max: usize,
     /// Connections that still shake hands.
     pub handshakes_max: usize,
-    /// From accepting a connection to its transmission.
+    /// From accepting a connection to its transmission, TLS included.
     pub handshake_limit: Duration,
+    /// How long a connection may have nothing in flight and say nothing. A kernel does for hours.
+    pub idle_limit: Option<Duration>,
     /// How long requests of a guest that has closed may still finish.
     pub linger_limit: Duration,
     /// How long all connections together may take to finish on the way down.
     pub shutdown_limit: Duration,
+    pub tls: Option<TlsOffer>,
 }
 
 impl NbdOptions {
@@ -75,8 +82,10 @@ impl NbdOptions {
             connections_max: 256,
             handshakes_max: 128,
             handshake_limit: Duration::from_secs(10),
+            idle_limit: None,
             linger_limit: Duration::from_secs(30),
             shutdown_limit: Duration::from_secs(30),
+            tls: None,
         }
     }
 }
@@ -195,18 +204,22 @@ impl Server {
     async fn connection(self: Rc<Self>, id: u64, socket: Socket) {
         let ticket = Ticket { server: Rc::clone(&self), id };
         let peer = socket.peer();
+        let tls = TlsOffer::on(self.options.tls.as_ref(), &socket);
         tracing::debug!(connection = id, %peer, "guest connected");
         let result = match socket {
             Socket::Tcp(mut stream) => {
                 let (mut read, mut write) = stream.split();
-                self.converse((&mut read, &mut write), ticket).await
+                self.converse((&mut read, &mut write), tls, ticket).await
             }
             Socket::Unix(stream) => match quiet::split(stream) {
-                Ok((mut read, mut write)) => self.converse((&mut read, &mut write), ticket).await,
+                Ok((mut read, mut write)) => self.converse((&mut read, &mut write), tls, ticket).await,
                 Err(error) => Err(error.into()),
             },
         };
         match result {
+            Ok(closed @ (Closed::Idle | Closed::Superseded { .. })) => {
+                tracing::info!(connection = id, %peer, ?closed, "a guest's connection was given up");
+            }
             Ok(closed) => tracing::debug!(connection = id, %peer, ?closed, "guest left"),
             Err(error) if error.is_violation() => tracing::warn!(connection = id, %peer, "{error}"),
             Err(error) => tracing::debug!(connection = id, %peer, "{error}"),
@@ -216,45 +229,113 @@ impl Server {
     async fn converse<R, W>(
         self: &Rc<Self>,
         (read, write): (&mut R, &mut W),
+        tls: Tls,
         ticket: Ticket,
     ) -> Result<Closed, ConnectionError>
     where
-        R: AsyncRead + Unpin,
+        R: GuestRead,
         W: AsyncWrite + Unpin,
     {
-        let id = ticket.id;
-        let limit = self.options.handshake_limit;
-        let now = || self.now();
-        let shake = negotiate(
-            (&mut *read, &mut *write),
-            &self.options.export,
-            &now,
-            || self.spoke(id),
-            |agreed| Attached::new(self, id, agreed),
-        );
-        let Ok(shaken) = tokio::time::timeout(limit, shake).await else {
-            return Err(ConnectionError::HandshakeTime { limit });
+        let deadline = Instant::now() + self.options.handshake_limit;
+        let mut negotiation = Negotiation::new(tls);
+        let shaken = self.shake((&mut *read, &mut *write), &mut negotiation, deadline, ticket.id).await;
+        match (shaken, &self.options.tls) {
+            // Apart, so that connections in the clear don't carry its size.
+            (Ok(Shaken::StartTls), Some(offer)) => {
+                Box::pin(self.encrypt((read, write), offer, negotiation, deadline, ticket)).await
+            }
+            (shaken, _) => self.attend((read, write), shaken, ticket).await,
+        }
+    }
+
+    /// Speaks TLS, and shakes hands to the end over it.
+    async fn encrypt<R, W>(
+        self: &Rc<Self>,
+        (read, write): (&mut R, &mut W),
+        offer: &TlsOffer,
+        mut negotiation: Negotiation,
+        deadline: Instant,
+        ticket: Ticket,
+    ) -> Result<Closed, ConnectionError>
+    where
+        R: GuestRead,
+        W: AsyncWrite + Unpin,
+    {
+        let stream = match timeout_at(deadline, offer.accept(&mut *read, &mut *write)).await {
+            Err(_) => return Err(self.too_late()),
+            Ok(Ok(stream)) => stream,
+            Ok(Err(error)) => {
+                drop(ticket);
+                // It is told why, in an alert.
+                farewell((read, write)).await;
+                return Err(ConnectionError::Tls(error));
+            }
         };
+        let (mut read, mut write) = stream.split();
+        let shaken = self.shake((&mut read, &mut write), &mut negotiation, deadline, ticket.id).await;
+        self.attend((&mut read, &mut write), shaken, ticket).await
+    }
+
+    async fn shake<R, W>(
+        self: &Rc<Self>,
+        stream: (&mut R, &mut W),
+        negotiation: &mut Negotiation,
+        deadline: Instant,
+        id: u64,
+    ) -> Result<Shaken<Attached>, ConnectionError>
+    where
+        R: GuestRead,
+        W: AsyncWrite + Unpin,
+    {
+        let now = || self.now();
+        let (spoke, admit) = (|| self.spoke(id), |agreed| Attached::new(self, id, agreed));
+        let run = negotiation.run(stream, &self.options.export, &now, spoke, admit);
+        timeout_at(deadline, run).await.unwrap_or_else(|_| Err(self.too_late()))
+    }
+
+    fn too_late(&self) -> ConnectionError {
+        ConnectionError::HandshakeTime { limit: self.options.handshake_limit }
+    }
+
+    /// Serves a guest that has shaken hands, and sees it off, whatever the handshake has come to.
+    async fn attend<R, W>(
+        &self,
+        (read, write): (&mut R, &mut W),
+        shaken: Result<Shaken<Attached>, ConnectionError>,
+        ticket: Ticket,
+    ) -> Result<Closed, ConnectionError>
+    where
+        R: GuestRead,
+        W: AsyncWrite + Unpin,
+    {
         drop(ticket);
         let result = match shaken {
-            Ok(Some((attached, buffered))) => {
-                let guest = (&*self.volume, attached.key);
-                transmit(
-                    (&mut *read, &mut *write),
-                    buffered,
-                    &attached.session,
-                    guest,
-                    self.options.linger_limit,
-                )
-                .await
+            Ok(Shaken::Admitted(attached, buffered)) => {
+                self.transmit((&mut *read, &mut *write), buffered, &attached).await
             }
-            Ok(None) => Ok(Closed::Aborted),
+            // TLS that isn't offered is not agreed upon; there would be nothing to go on with.
+            Ok(Shaken::Ended | Shaken::StartTls) => Ok(Closed::Aborted),
             Err(error) => Err(error),
         };
-        if !matches!(result, Ok(Closed::Eof) | Err(ConnectionError::Io(_))) {
+        if !matches!(result, Err(ConnectionError::Io(_) | ConnectionError::HandshakeTime { .. })) {
             farewell((read, write)).await;
         }
         result
+    }
+
+    async fn transmit<R, W>(
+        &self,
+        stream: (&mut R, &mut W),
+        buffered: BytesMut,
+        attached: &Attached,
+    ) -> Result<Closed, ConnectionError>
+    where
+        R: GuestRead,
+        W: AsyncWrite + Unpin,
+    {
+        let guest = (&*self.volume, attached.key);
+        let limits = (self.options.linger_limit, self.options.idle_limit);
+        transmit(stream, buffered, &attached.session, guest, limits).await
     }
 
     fn spoke(&self, id: u64) {
@@ -289,7 +370,12 @@ impl Attached {
         let NbdOptions { requests_max, bytes_max, .. } = server.options;
         let session = Rc::new(Session::new(agreed, server.volume.size_bytes(), requests_max, bytes_max));
         let key = server.volume.open(Rc::clone(&session) as _);
-        server.sessions.borrow_mut().insert(id, Rc::clone(&session));
+        let mut sessions = server.sessions.borrow_mut();
+        if !sessions.is_empty() {
+            sessions.values().chain([&session]).for_each(|session| session.accompany());
+        }
+        sessions.insert(id, Rc::clone(&session));
+        drop(sessions);
         Self { server: Rc::clone(server), id, key, session }
     }
 }

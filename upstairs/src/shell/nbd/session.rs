@@ -4,6 +4,7 @@
 //! - A request in flight holds a slot; its reply frees it. A reply to a free slot is dropped and logged: it is a defect
 //!   of the volume, and must not reach the guest as somebody else's answer.
 //! - Every reply that is queued is whole: a read answers exactly the bytes that were asked for, or fails.
+//! - A guest without structured replies never hears ESHUTDOWN: see [`Session::hides`].
 //! - Nothing here waits or calls into the volume, so replies may come at any time, also inside `Volume::kick`.
 //! - No request is taken while more than `requests_max` of them, or `bytes_max` of their bytes, are in flight or wait to
 //!   be sent. One request alone may exceed the bytes.
@@ -33,6 +34,10 @@ pub(super) struct Session {
     /// The connection's task. One waker serves reader and writer: they are one task.
     waker: RefCell<Option<Waker>>,
     draining: Cell<bool>,
+    /// There is or was another connection beside this one: it may be the same guest's.
+    accompanied: Cell<bool>,
+    /// Counts whatever came or went.
+    stirs: Cell<u64>,
     /// The reader waits for room.
     paused: Cell<bool>,
 }
@@ -81,6 +86,8 @@ impl Session {
             state: RefCell::default(),
             waker: RefCell::default(),
             draining: Cell::new(false),
+            accompanied: Cell::new(false),
+            stirs: Cell::new(0),
             paused: Cell::new(false),
         }
     }
@@ -141,8 +148,18 @@ impl Session {
             Errno::Shutdown => "the server is shutting down",
             Errno::Io => "the server can't take the request",
         };
+        if self.hides(error) {
+            return;
+        }
         let structured = read && self.terms.structured;
         self.state.borrow_mut().fail(cookie, structured, error, text);
+    }
+
+    /// Kernels, which ask for no structured replies, take any error for one of the disk: a file system turns read-only. What is left
+    /// unanswered when the connection ends they send again over the next one, to the same volume. So to them the way down is only
+    /// a lost connection.
+    fn hides(&self, error: Errno) -> bool {
+        error == Errno::Shutdown && !self.terms.structured
     }
 
     /// From here on the connection ends as soon as nothing is in flight.
@@ -153,6 +170,25 @@ impl Session {
 
     pub(super) fn is_draining(&self) -> bool {
         self.draining.get()
+    }
+
+    /// Another connection is there, too.
+    pub(super) fn accompany(&self) {
+        self.accompanied.set(true);
+    }
+
+    pub(super) fn is_accompanied(&self) -> bool {
+        self.accompanied.get()
+    }
+
+    /// Bytes came or went.
+    pub(super) fn stir(&self) {
+        self.stirs.set(self.stirs.get().wrapping_add(1));
+    }
+
+    /// Changes whenever bytes come or go.
+    pub(super) fn stirs(&self) -> u64 {
+        self.stirs.get()
     }
 
     pub(super) fn is_finished(&self) -> bool {
@@ -192,6 +228,7 @@ impl GuestSink for Session {
     fn reply(&self, slot: u32, reply: GuestReply) {
         let mut state = self.state.borrow_mut();
         match state.vacate(slot) {
+            Some(_) if matches!(&reply, GuestReply::Failed(error) if self.hides(describe(*error).0)) => {}
             Some(pending) => state.answer(pending, reply, self.terms.structured),
             None => tracing::error!(slot, "a reply to a request that isn't in flight was dropped"),
         }

@@ -1,14 +1,19 @@
 //! A client that says exactly what a test wants it to say.
 
+use std::io;
 use std::path::Path;
+use std::sync::Arc;
 
 use bytes::{Buf, BufMut};
 use newel_protocol::nbd::consts::{
     CHUNK_MAGIC, OPTION_MAGIC, OPTION_REPLY_MAGIC, REQUEST_MAGIC, SIMPLE_REPLY_MAGIC, answer, chunk, command,
     option,
 };
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpStream, UnixStream};
+use tokio_rustls::TlsConnector;
 
 trait Stream: AsyncRead + AsyncWrite + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Unpin> Stream for T {}
@@ -57,6 +62,7 @@ impl Client {
 
     pub(super) async fn send(&mut self, bytes: &[u8]) {
         self.stream.write_all(bytes).await.unwrap();
+        self.stream.flush().await.unwrap();
     }
 
     pub(super) async fn take(&mut self, length: usize) -> Vec<u8> {
@@ -65,14 +71,39 @@ impl Client {
         out
     }
 
+    /// Sends as much as the server takes.
+    pub(super) async fn try_send(&mut self, bytes: &[u8]) {
+        if self.stream.write_all(bytes).await.is_ok() {
+            self.stream.flush().await.ok();
+        }
+    }
+
+    /// Reads up to the end of the connection, of whatever kind that is.
+    pub(super) async fn until_closed(&mut self) {
+        let mut sink = [0; 4096];
+        while self.stream.read(&mut sink).await.is_ok_and(|length| length > 0) {}
+    }
+
     /// Everything up to the end of the connection.
     pub(super) async fn take_rest(&mut self) -> Vec<u8> {
         let mut out = Vec::new();
         match self.stream.read_to_end(&mut out).await {
             Ok(_) => out,
-            Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => out,
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => out,
             Err(error) => panic!("{error}"),
         }
+    }
+
+    /// Speaks TLS from here on, as a client of `localhost`.
+    pub(super) async fn encrypt(self, config: Arc<ClientConfig>) -> io::Result<Self> {
+        let host = ServerName::try_from("localhost").unwrap();
+        let stream = TlsConnector::from(config).connect(host, self.stream).await?;
+        Ok(Self { stream: Box::new(stream), ..self })
+    }
+
+    /// No more is sent.
+    pub(super) async fn hang_up(&mut self) {
+        self.stream.shutdown().await.unwrap();
     }
 
     pub(super) async fn flags(&mut self, flags: u32) {
@@ -89,7 +120,7 @@ impl Client {
     }
 
     /// One answer to an option: its code.
-    async fn answer(&mut self, option: u32) -> u32 {
+    pub(super) async fn answer(&mut self, option: u32) -> u32 {
         let head = self.take(20).await;
         let mut head = &head[..];
         assert_eq!((head.get_u64(), head.get_u32()), (OPTION_REPLY_MAGIC, option));
@@ -111,6 +142,11 @@ impl Client {
 
     pub(super) async fn go(mut self, ask: Ask) -> Self {
         self.flags(3).await;
+        self.options(ask).await
+    }
+
+    /// The options up to the transmission.
+    pub(super) async fn options(mut self, ask: Ask) -> Self {
         if ask.structured {
             assert_eq!(self.ask(option::STRUCTURED_REPLY, b"").await, answer::ACK);
         }

@@ -158,17 +158,24 @@ fn on_the_way_down_requests_in_flight_finish_and_new_ones_are_refused() {
         shaking.flags(3).await;
         assert_eq!(shaking.ask(option::LIST, b"").await, answer::ACK);
         let mut idle = server.connect(PLAIN).await;
+        let mut kernel = server.connect(PLAIN).await;
         server.volume.hold.set(true);
+        let taken = kernel.request(command::WRITE, 0, 0, 512, &[0; 512]).await;
         let held = client.request(command::READ, 0, 0, 512, b"").await;
-        server.until(|volume| volume.held() == 1).await;
+        server.until(|volume| volume.held() == 2).await;
         server.shutdown.cancel();
         assert_eq!(idle.take_rest().await, b"", "nothing keeps an idle connection");
         assert_eq!(shaking.ask(option::GO, &named(b"")).await, answer::ERR_SHUTDOWN);
         for kind in [command::READ, command::WRITE, command::FLUSH] {
             let data = if kind == command::WRITE { &[0; 512][..] } else { b"" };
             assert_eq!(client.call(kind, 0, 0, 512, data).await, 108);
+            kernel.request(kind, 0, 0, 512, data).await;
         }
         server.volume.release();
+        // A kernel would take ESHUTDOWN for an error of the disk; what gets no answer it sends again.
+        let reply = kernel.reply(0).await;
+        assert_eq!((reply.cookie, reply.error), (taken, 0));
+        assert_eq!(kernel.take_rest().await, b"");
         assert_eq!(client.reply(0).await.cookie, held);
         assert_eq!(client.take_rest().await, b"");
         assert!(tokio::net::UnixStream::connect(&server.path).await.is_err());

@@ -8,7 +8,7 @@ use tokio::process::Command;
 use super::{SIZE, Server, check};
 
 /// Runs a tool to its end; `None` if it isn't installed.
-async fn run(tool: &str, args: &[&str]) -> Option<Output> {
+pub(super) async fn run(tool: &str, args: &[&str]) -> Option<Output> {
     match Command::new(tool).args(args).kill_on_drop(true).output().await {
         Ok(output) => Some(output),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
@@ -19,7 +19,7 @@ async fn run(tool: &str, args: &[&str]) -> Option<Output> {
     }
 }
 
-fn expect_success(tool: &str, output: &Output) -> String {
+pub(super) fn expect_success(tool: &str, output: &Output) -> String {
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{tool}: {}\n{text}", String::from_utf8_lossy(&output.stderr));
     text

@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use bytes::Bytes;
 
-use crate::core::api::{GuestError, GuestId, GuestOp, GuestReply, Segment, StatusExtent};
+use crate::core::api::{GuestError, GuestId, GuestOp, GuestReply, Segment, StatusExtent, Time};
 use crate::shell::guest::{ConnKey, GuestSink, Volume};
 
 const BLOCK: u64 = 4096;
@@ -21,6 +21,7 @@ pub(super) struct Memory {
     next_key: Cell<u32>,
     pub(super) kicks: Cell<usize>,
     pub(super) opened: Cell<usize>,
+    pub(super) executed: Cell<usize>,
     /// Requests are kept until `release`.
     pub(super) hold: Cell<bool>,
     pub(super) full: Cell<bool>,
@@ -63,6 +64,7 @@ impl Memory {
     }
 
     fn execute(&self, op: GuestOp) -> GuestReply {
+        self.executed.set(self.executed.get() + 1);
         if let Some(error) = self.fail.get() {
             return GuestReply::Failed(error);
         }
@@ -153,7 +155,11 @@ impl Volume for Memory {
         assert!(self.sinks.borrow_mut().remove(&key.0).is_some(), "closed once");
     }
 
-    fn submit(&self, guest: GuestId, op: GuestOp) {
+    fn now(&self) -> Time {
+        Time(0)
+    }
+
+    fn submit(&self, guest: GuestId, op: GuestOp, _: Time) {
         self.queue.borrow_mut().push_back((guest, op));
     }
 

@@ -1,4 +1,4 @@
-//! The signals that `newel up` lives by: Ctrl-C, SIGTERM and SIGHUP to stop, SIGCHLD for a daemon that ended.
+//! The signals that commands in the foreground live by: Ctrl-C, SIGTERM and SIGHUP to stop, SIGCHLD for a daemon that ended.
 //!
 //! Invariants:
 //! - Under `nohup`, which has SIGHUP ignored, the end of the terminal is no reason to stop.
@@ -7,14 +7,14 @@ use anyhow::{Context as _, Result};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 #[derive(Debug)]
-pub(super) struct Stop {
+pub(crate) struct Stop {
     interrupt: Signal,
     terminate: Signal,
     hangup: Option<Signal>,
 }
 
 impl Stop {
-    pub(super) fn new() -> Result<Self> {
+    pub(crate) fn new() -> Result<Self> {
         Ok(Self {
             interrupt: take(SignalKind::interrupt())?,
             terminate: take(SignalKind::terminate())?,
@@ -23,7 +23,7 @@ impl Stop {
     }
 
     /// Somebody wants an end.
-    pub(super) async fn requested(&mut self) {
+    pub(crate) async fn requested(&mut self) {
         tokio::select! {
             _ = self.interrupt.recv() => {}
             _ = self.terminate.recv() => {}
@@ -33,7 +33,7 @@ impl Stop {
 }
 
 /// Comes whenever a daemon ended; taken before the first one is started, so that none is missed.
-pub(super) fn child_ended() -> Result<Signal> {
+pub(crate) fn child_ended() -> Result<Signal> {
     take(SignalKind::child())
 }
 
