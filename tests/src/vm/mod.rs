@@ -12,7 +12,7 @@ mod write_log;
 
 use std::path::Path;
 
-use crate::skip::have;
+use crate::skip::{have, skipped};
 
 pub use image::{Image, Suite};
 pub use machine::{Disk, Machine, Said};
@@ -21,6 +21,10 @@ pub use write_log::{Loss, WriteLog};
 /// A guest of this suite that is switched off, with the package on a disk. `None`, and the test recorded as skipped, if that can't be
 /// had here.
 pub fn guest(test: &str, suite: Suite, disks: impl FnOnce(&Path) -> Vec<Disk>) -> Option<Machine> {
+    if std::env::var_os("NEWEL_VM").is_none() {
+        skipped(test, "it takes a virtual machine many minutes; NEWEL_VM=1 runs it");
+        return None;
+    }
     if !have(test, &["qemu-system-x86_64", "dpkg-deb", "dpkg-shlibdeps"]) {
         return None;
     }
