@@ -237,6 +237,10 @@ fn allocate(storage: &FileStorage, layout: &Layout, prealloc: Prealloc) -> io::R
         );
         return Ok(());
     }
+    // Found out by allocating, it would leave nothing for the others on this disk meanwhile.
+    if required && bytes > free_bytes(storage) {
+        return Err(Errno::NOSPC.into());
+    }
     match fallocate(storage.cached(), FallocateFlags::empty(), 0, bytes) {
         Ok(()) => Ok(()),
         Err(Errno::OPNOTSUPP) if prealloc == Prealloc::Full => Ok(()),
@@ -258,9 +262,11 @@ fn allocate(storage: &FileStorage, layout: &Layout, prealloc: Prealloc) -> io::R
 
 /// A table that would take all that is left is not worth it: allocating it in part would leave nothing for anybody.
 fn has_room(storage: &FileStorage, bytes: u64) -> bool {
-    let free =
-        fstatvfs(storage.cached()).map_or(u64::MAX, |found| found.f_bavail.saturating_mul(found.f_frsize));
-    bytes <= free / 2
+    bytes <= free_bytes(storage) / 2
+}
+
+fn free_bytes(storage: &FileStorage) -> u64 {
+    fstatvfs(storage.cached()).map_or(u64::MAX, |found| found.f_bavail.saturating_mul(found.f_frsize))
 }
 
 /// Table and data, then log and headers.

@@ -209,7 +209,8 @@ impl<S: Storage> RegionCore<S> {
         self.storage.sync().map_err(|error| self.fail(self.error("fdatasync", &"all blocks", &error)))?;
         let owed = mark.is_some_and(|mark| lock(&self.mark).rise(mark));
         let copying = self.copying.epoch.load(Ordering::SeqCst) != NOT_COPYING;
-        if !owed && !(copying && all_ended) {
+        let ends = copying && all_ended;
+        if !(owed || ends) {
             return Ok(());
         }
         self.change_header(Copies::Older, |header| {
