@@ -21,13 +21,15 @@ pub(crate) struct Mark {
     stored: Version,
     /// The highest version that was replaced before a sync covered it.
     replaced: Version,
+    /// Extents are leaving the log.
+    evicting: bool,
     /// Extents left the log since the mark rose.
     evicted: bool,
 }
 
 impl Mark {
     pub(crate) fn new(stored: Version) -> Self {
-        Self { synced: stored, stored, replaced: Version::NEVER, evicted: false }
+        Self { synced: stored, stored, replaced: Version::NEVER, evicting: false, evicted: false }
     }
 
     pub(crate) fn is_stored(&self) -> bool {
@@ -39,15 +41,16 @@ impl Mark {
         self.stored = self.stored.max(mark);
     }
 
-    /// Extents leave the log.
-    pub(crate) fn evicts(&mut self) {
-        self.evicted = true;
+    /// Extents are about to leave the log (`true`), or have left it.
+    pub(crate) fn evicts(&mut self, begins: bool) {
+        self.evicting = begins;
+        self.evicted |= !begins;
     }
 
     /// A sync covered everything up to `mark`. True if the header has to say so before that is told.
     pub(crate) fn rise(&mut self, mark: Version) -> bool {
         self.synced = self.synced.max(mark);
-        let evicted = std::mem::take(&mut self.evicted);
+        let evicted = std::mem::take(&mut self.evicted) || self.evicting;
         !self.is_stored() && (evicted || self.replaced > self.stored)
     }
 
@@ -89,10 +92,15 @@ mod tests {
         mark.stored(v(30));
         assert!(!mark.rise(v(40)));
 
-        mark.evicts();
-        assert!(mark.rise(v(50)), "the log may not tell of what this covers");
-        mark.stored(v(50));
-        assert!(!mark.rise(v(60)));
+        mark.evicts(true);
+        for sequence in [50, 60] {
+            assert!(mark.rise(v(sequence)), "the log may soon not tell of what this covers");
+            mark.stored(v(sequence));
+        }
+        mark.evicts(false);
+        assert!(mark.rise(v(70)), "nor does it then");
+        mark.stored(v(70));
+        assert!(!mark.rise(v(80)));
     }
 
     #[test]

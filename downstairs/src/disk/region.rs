@@ -286,11 +286,18 @@ impl<S: Storage> RegionCore<S> {
     /// Puts entries of the activity log in force, durably; one write for each group of slots that changes.
     pub fn enter(&self, entries: &[LogEntry]) -> Result<(), DiskError> {
         self.check_alive()?;
-        if self.evicts(entries) {
-            // Outside the log nothing is looked at after a crash.
-            self.store_mark()?;
-            lock(&self.mark).evicts();
+        if !self.evicts(entries) {
+            return self.write_entries(entries);
         }
+        // Outside the log nothing is looked at after a crash.
+        lock(&self.mark).evicts(true);
+        self.store_mark()?;
+        self.write_entries(entries)?;
+        lock(&self.mark).evicts(false);
+        Ok(())
+    }
+
+    fn write_entries(&self, entries: &[LogEntry]) -> Result<(), DiskError> {
         let mut log = lock(&self.log);
         for (index, twin) in (0_u32..).zip(log.iter_mut()) {
             let first = index * LOG_SLOTS_PER_RECORD;
