@@ -25,7 +25,7 @@ use super::decide::{Decision, Reconcile, catch_up, reconcile};
 /// many extents, of which each waits for an entry in the joiner's activity log.
 const OPEN_EXTENTS: usize = 32;
 /// What comparing the contexts of an extent costs, in blocks copied.
-const EXTENT_COST: i64 = 4;
+const EXTENT_COST: i64 = 1;
 /// Blocks in one copy of a reconcile: 256 KiB.
 const COPY_BLOCKS: usize = 64;
 /// Copies of a reconcile in flight; no guest waits behind them.
