@@ -16,7 +16,7 @@ const FIXED: std::ops::Range<u64> = 0..300;
 /// of a settled piece of an unanswered request; a joiner that gave up a good copy of what its source had lost; a replica
 /// that left over what was due, and made more due; a new region that waited for the others, which waited for it where all
 /// three are needed. And two of the checker's own mistakes: an upstairs that slept may answer for what a power cut took meanwhile.
-const FOUND: [u64; 8] = [
+const FOUND: [u64; 9] = [
     1_796_051_343_191,
     3192,
     500_173,
@@ -25,6 +25,7 @@ const FOUND: [u64; 8] = [
     1_796_092_098_021,
     1_796_080_000_673,
     1_796_080_004_091,
+    1_796_104_008_189,
 ];
 const FRESH_DEFAULT: u64 = 300;
 /// Every planted mistake is found within so many seeds.

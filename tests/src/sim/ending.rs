@@ -4,7 +4,7 @@ use newel_downstairs::core as down;
 use newel_downstairs::core::api::{DiskOp, DiskOutcome};
 use newel_protocol::crc::crc;
 use newel_protocol::wire::ReadMode;
-use newel_protocol::{BLOCK_BYTES, BlockRange, BlockState};
+use newel_protocol::{BLOCK_BYTES, BlockKind, BlockRange, BlockState};
 
 use super::disk;
 use super::guest::{self, Request};
@@ -119,13 +119,20 @@ impl World {
             for down in self.in_force().map(|member| &self.downs[member]) {
                 let Some(process) = &down.process else { return Err("a replica is not running".into()) };
                 let read = process.region.execute(&DiskOp::Read { range, mode: ReadMode::Data });
-                let Ok(DiskOutcome::Read { states, .. }) = read else {
+                let Ok(DiskOutcome::Read { mut states, .. }) = read else {
                     return Err(format!("block {block}: {read:?}"));
                 };
                 let found = down.disk.peek(layout.block_offset(block));
-                // What a context without its data lies over does not count: it reads as an error everywhere.
                 let is_good = |state: &BlockState| state.has_data() && crc(&found) == state.crc;
-                let data = if states.first().is_some_and(is_good) { found } else { vec![0; BLOCK_BYTES] };
+                let mut data = vec![0; BLOCK_BYTES];
+                if states.first().is_some_and(is_good) {
+                    data = found;
+                } else {
+                    // What a context without its data lies over does not count, nor that a disk can't even read it: it reads as an
+                    // error everywhere.
+                    let bad = states.iter_mut().filter(|state| state.kind == BlockKind::Data);
+                    bad.for_each(|state| state.kind = BlockKind::Unreadable);
+                }
                 copies.push((states, data));
             }
             if copies.iter().any(|copy| *copy != copies[0]) {
