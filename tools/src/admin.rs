@@ -8,7 +8,7 @@ use clap::Args;
 use newel_upstairs::core::status::{ScrubStatus, Status};
 
 use crate::address::Address;
-use crate::status::address_of;
+use crate::target::status_address;
 use crate::up::layout::{self, Layout};
 use crate::up::volume::{Replaced, Volume};
 use crate::{http, say};
@@ -32,7 +32,7 @@ struct Target {
 
 impl Target {
     fn address(&self) -> Result<Address> {
-        address_of(self.address.as_ref(), self.volume.as_deref(), self.dir.as_ref())
+        status_address(self.address.as_ref(), self.volume.as_deref(), self.dir.as_deref())
     }
 
     /// The directory, if it is that of a `newel up`.

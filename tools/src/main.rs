@@ -16,6 +16,7 @@ mod signals;
 mod size;
 mod slow;
 mod status;
+mod target;
 mod top;
 mod units;
 mod up;

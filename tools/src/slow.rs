@@ -7,34 +7,12 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 use newel_upstairs::core::slow::{SlowEvent, SlowIo, SlowReplica, SlowStep, us_in_words};
 
-use crate::address::Address;
 use crate::size::human;
-use crate::status::address_of;
+use crate::target::Target;
 use crate::{http, say};
 
 /// The whole width of a bar.
 const BAR_WIDTH: usize = 40;
-
-/// Which volume, as `newel status` has it.
-#[derive(Debug, Args)]
-struct Target {
-    /// The directory of a `newel up` [default: that of `newel up`]
-    #[arg(long, conflicts_with_all = ["volume", "address"])]
-    dir: Option<PathBuf>,
-    /// A volume run by systemd: asks /run/newel/NAME.status.sock
-    #[arg(long, value_name = "NAME", conflicts_with = "address")]
-    volume: Option<String>,
-    /// The status address itself: unix:PATH or tcp:ADDR
-    #[arg(long)]
-    address: Option<Address>,
-}
-
-impl Target {
-    async fn get(&self, path: &str) -> Result<Vec<u8>> {
-        let address = address_of(self.address.as_ref(), self.volume.as_deref(), self.dir.as_ref())?;
-        Ok(http::get(&address, path).await?.to_vec())
-    }
-}
 
 #[derive(Debug, Args)]
 pub(crate) struct SlowArgs {
@@ -60,6 +38,10 @@ pub(crate) struct InFlightArgs {
     json: bool,
 }
 
+async fn get(target: &Target, path: &str) -> Result<Vec<u8>> {
+    Ok(http::get(&target.address()?, path).await?.to_vec())
+}
+
 pub(crate) async fn slow(args: SlowArgs) -> Result<()> {
     let mut all = match &args.log {
         Some(path) => {
@@ -67,7 +49,7 @@ pub(crate) async fn slow(args: SlowArgs) -> Result<()> {
                 .with_context(|| format!("can't read the slow-I/O log {}", path.display()))?;
             from_log(&text).with_context(|| format!("{} is no slow-I/O log", path.display()))?
         }
-        None => parse(&args.target.get("/slow").await?)?,
+        None => parse(&get(&args.target, "/slow").await?)?,
     };
     // Those that a guest waited for come first, as the daemon has it: what is no news to a guest is second.
     all.sort_by_key(|slow| (slow.why == "replica", std::cmp::Reverse(slow.verdict.of_us)));
@@ -83,7 +65,7 @@ pub(crate) async fn slow(args: SlowArgs) -> Result<()> {
 }
 
 pub(crate) async fn in_flight(args: InFlightArgs) -> Result<()> {
-    let body = args.target.get("/inflight").await?;
+    let body = get(&args.target, "/inflight").await?;
     if args.json {
         say(String::from_utf8_lossy(&body).trim_end());
         return Ok(());

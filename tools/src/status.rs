@@ -1,6 +1,5 @@
 //! `newel status`: a volume's state as a table, or as the JSON that the daemon gives.
 
-use std::path::PathBuf;
 use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result};
@@ -9,32 +8,21 @@ use newel_upstairs::core::status::{
     CatchUpStatus, DelayStatus, HealthStatus, ReplicaStatus, ScrubStatus, Status,
 };
 
-use crate::address::Address;
 use crate::size::human;
-use crate::up::layout::{self, Layout};
-use crate::{http, say, up};
-
-/// Where the systemd unit lets an upstairs keep its status socket.
-pub(crate) const RUN_DIRECTORY: &str = "/run/newel";
+use crate::target::Target;
+use crate::{http, say};
 
 #[derive(Debug, Args)]
 pub(crate) struct StatusArgs {
     /// Print the daemon's JSON as it is
     #[arg(long)]
     json: bool,
-    /// The directory of a `newel up` [default: that of `newel up`]
-    #[arg(long, conflicts_with_all = ["volume", "address"])]
-    dir: Option<PathBuf>,
-    /// A volume run by systemd: asks /run/newel/NAME.status.sock
-    #[arg(long, value_name = "NAME", conflicts_with = "address")]
-    volume: Option<String>,
-    /// The status address itself: unix:PATH or tcp:ADDR
-    #[arg(long)]
-    address: Option<Address>,
+    #[command(flatten)]
+    target: Target,
 }
 
 pub(crate) async fn run(args: StatusArgs) -> Result<()> {
-    let address = address_of(args.address.as_ref(), args.volume.as_deref(), args.dir.as_ref())?;
+    let address = args.target.address()?;
     let body = http::get(&address, "/status").await?;
     if args.json {
         say(String::from_utf8_lossy(&body).trim_end());
@@ -44,30 +32,6 @@ pub(crate) async fn run(args: StatusArgs) -> Result<()> {
         .with_context(|| format!("the answer of {address} is not a status of this version of Newel"))?;
     say(table(&status).trim_end());
     Ok(())
-}
-
-/// Where the status of a volume is served, by whatever it was named.
-pub(crate) fn address_of(
-    address: Option<&Address>,
-    volume: Option<&str>,
-    dir: Option<&PathBuf>,
-) -> Result<Address> {
-    if let Some(address) = address {
-        return Ok(address.clone());
-    }
-    if let Some(name) = volume {
-        return Address::unix(&PathBuf::from(RUN_DIRECTORY).join(format!("{name}.status.sock")));
-    }
-    let dir = match dir {
-        Some(dir) => dir.clone(),
-        None => layout::default_dir()?,
-    };
-    let layout = Layout::new(&dir)?;
-    Ok(up::volume::Volume::load(&layout)?
-        .with_context(|| {
-            format!("no volume in {}: `newel up` makes one, --dir and --volume name another", dir.display())
-        })?
-        .status)
 }
 
 /// Latencies and delays: µs below 10 ms, else ms.

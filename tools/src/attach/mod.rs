@@ -12,7 +12,6 @@ mod keeper;
 mod kernel;
 mod message;
 
-use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, anyhow, bail};
@@ -24,9 +23,8 @@ use self::kernel::{Kernel, Refused};
 use crate::address::Address;
 use crate::say;
 use crate::signals::Stop;
+use crate::target::nbd_address;
 
-/// Where the systemd unit lets an upstairs serve NBD.
-const RUN_DIRECTORY: &str = "/run/newel";
 /// Between two looks at something that takes a moment.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// For a device to go once it is detached: udev may still be reading it.
@@ -92,7 +90,7 @@ impl Plan {
                 if args.volume.contains('/') {
                     bail!("{:?} is no name of a volume: --address says where one is served", args.volume);
                 }
-                Address::unix(&Path::new(RUN_DIRECTORY).join(format!("{}.sock", args.volume)))?
+                nbd_address(&args.volume)?
             }
         };
         let several = args.connections > 1;

@@ -9,7 +9,7 @@ use tokio::net::{TcpStream, UnixStream};
 
 use super::BenchArgs;
 use crate::address::Address;
-use crate::status::{RUN_DIRECTORY, address_of};
+use crate::target::{nbd_address, status_address};
 use crate::up::layout::{self, Layout};
 use crate::up::volume::Volume;
 
@@ -31,14 +31,11 @@ impl Target {
         let status = if args.uri.is_some() && args.dir.is_none() && args.volume.is_none() {
             args.address.clone()
         } else {
-            Some(address_of(None, args.volume.as_deref(), args.dir.as_ref())?)
+            Some(status_address(None, args.volume.as_deref(), args.dir.as_deref())?)
         };
         let (uri, name) = match (&args.uri, &args.volume) {
             (Some(uri), _) => (uri.clone(), uri.clone()),
-            (None, Some(name)) => {
-                let socket = PathBuf::from(RUN_DIRECTORY).join(format!("{name}.sock"));
-                (Address::unix(&socket)?.nbd_uri(), format!("volume {name}"))
-            }
+            (None, Some(name)) => (nbd_address(name)?.nbd_uri(), format!("volume {name}")),
             (None, None) => {
                 let dir = args.dir.clone().map_or_else(layout::default_dir, Ok)?;
                 let volume = Volume::load(&Layout::new(&dir)?)?

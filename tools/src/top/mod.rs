@@ -15,7 +15,6 @@ mod view;
 mod tests;
 
 use std::io::IsTerminal as _;
-use std::path::PathBuf;
 use std::pin::Pin;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -28,7 +27,7 @@ use tokio::time::{MissedTickBehavior, interval};
 use crate::address::Address;
 use crate::http;
 use crate::signals::Stop;
-use crate::status::address_of;
+use crate::target::Target;
 use app::{App, Flow, Look};
 
 /// Keys that may wait to be handled.
@@ -36,15 +35,8 @@ const KEYS_MAX: usize = 16;
 
 #[derive(Debug, Args)]
 pub(crate) struct TopArgs {
-    /// The directory of a `newel up` [default: that of `newel up`]
-    #[arg(long, conflicts_with_all = ["volume", "address"])]
-    dir: Option<PathBuf>,
-    /// A volume run by systemd: asks /run/newel/NAME.status.sock
-    #[arg(long, value_name = "NAME", conflicts_with = "address")]
-    volume: Option<String>,
-    /// The status address itself: unix:PATH or tcp:ADDR
-    #[arg(long)]
-    address: Option<Address>,
+    #[command(flatten)]
+    target: Target,
     /// Between two looks
     #[arg(long, default_value = "1s", value_parser = parse_every)]
     every: Duration,
@@ -59,7 +51,7 @@ fn parse_every(text: &str) -> Result<Duration> {
 }
 
 pub(crate) async fn run(args: TopArgs) -> Result<()> {
-    let address = address_of(args.address.as_ref(), args.volume.as_deref(), args.dir.as_ref())?;
+    let address = args.target.address()?;
     if !std::io::stdout().is_terminal() {
         bail!(
             "newel top needs a terminal; `newel status` prints the state once, and `newel status --json` for programs"
