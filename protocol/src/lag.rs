@@ -39,9 +39,9 @@ pub struct Delays {
 }
 
 impl Delays {
-    /// Those of a histogram that counts in a unit of which so many are a µs.
-    pub fn of(histogram: &Histogram<u64>, units_per_us: u64) -> Self {
-        let us = |value: u64| u32::try_from(value / units_per_us.max(1)).unwrap_or(u32::MAX);
+    /// Those of a histogram that counts in a unit that `to_us` makes µs of.
+    pub fn of(histogram: &Histogram<u64>, to_us: impl Fn(u64) -> u64) -> Self {
+        let us = |value: u64| u32::try_from(to_us(value)).unwrap_or(u32::MAX);
         Self {
             count: histogram.len(),
             p50_us: us(histogram.value_at_quantile(0.5)),
@@ -138,7 +138,7 @@ impl DelayHistogram {
     }
 
     fn delays(&self) -> Delays {
-        Delays::of(&self.0, 1)
+        Delays::of(&self.0, |us| us)
     }
 }
 

@@ -65,7 +65,7 @@ pub(super) fn submits_of(times: &SubmitTimesByLane) -> (Delays, Stall) {
     if histogram.add(&reads.histogram).is_err() {
         warn!("the histograms of the lanes differ in shape: only writes are told");
     }
-    let delays = Delays::of(&histogram, 1_000);
+    let delays = Delays::of(&histogram, |ns| ns / 1_000);
     let longest = longest.into_iter().chain(reads.longest).max_by_key(|longest| longest.took);
     let stall = longest.map(|longest| Stall {
         took_us: micros(longest.took),

@@ -48,15 +48,7 @@ impl Times {
 
     pub fn delays(&self) -> Delays {
         // Four units are 1.024 µs.
-        let us = |value: u64| u32::try_from(value.saturating_mul(32) / 125).unwrap_or(u32::MAX);
-        let histogram = &self.histogram;
-        Delays {
-            count: histogram.len(),
-            p50_us: us(histogram.value_at_quantile(0.5)),
-            p99_us: us(histogram.value_at_quantile(0.99)),
-            p999_us: us(histogram.value_at_quantile(0.999)),
-            max_us: us(histogram.max()),
-        }
+        Delays::of(&self.histogram, |ticks| ticks.saturating_mul(32) / 125)
     }
 
     /// How many took no longer than the first of these bounds (in ns, ascending), between it and the second, and so on; what is
