@@ -278,6 +278,13 @@ impl Cluster {
         text
     }
 
+    /// `newel fault` on a replica, as an operator would; its answer.
+    #[track_caller]
+    pub fn fault(&self, replica: usize, faults: &str) -> String {
+        let control = format!("{}.control", self.region(replica).display());
+        run(Command::new(program("newel")).args(["fault", faults, "--control", &control])).ok().stdout
+    }
+
     // --- state ------------------------------------------------------------------------------------
 
     pub fn status_socket(&self) -> PathBuf {

@@ -28,13 +28,6 @@ fn cluster(config: &'static str) -> Cluster {
     Cluster::start(Options { config, ..Options::default() })
 }
 
-/// `newel fault`, as an operator would.
-#[track_caller]
-fn fault(cluster: &Cluster, replica: usize, faults: &str) -> String {
-    let control = format!("{}.control", cluster.region(replica).display());
-    run(Program::new(program("newel")).args(["fault", faults, "--control", &control])).ok().stdout
-}
-
 /// What was seen of the slow replica while guests read for some time.
 #[derive(Debug)]
 struct Seen {
@@ -98,12 +91,12 @@ fn a_slow_replica_keeps_a_short_queue_and_sets_the_pace() {
     let faults = format!("bandwidth={BANDWIDTH}");
     // The control: without the throttle the queue grows as long as the guest reads.
     let control = cluster("[throttle]\nenabled = false\n");
-    fault(&control, SLOW, &faults);
+    control.fault(SLOW, &faults);
     let without = read_for(&control, seconds, settle);
     drop(control);
 
     let cluster = cluster("");
-    fault(&cluster, SLOW, &faults);
+    cluster.fault(SLOW, &faults);
     // First it works off what was sent before its first answers: as much as the others can read in that time.
     let rate = BANDWIDTH as f64 / 4096.0;
     let short = |status: &Status| (status.replicas[SLOW].queue_jobs as f64) < rate * 0.06;
@@ -122,7 +115,7 @@ fn a_slow_replica_keeps_a_short_queue_and_sets_the_pace() {
     let slow = cluster.await_status("reads are throttled again", |status| status.reads.throttled);
     assert!(slow.reads.cause.is_some_and(|cause| cause.contains("before replica 2")));
     assert!(slow.replicas.iter().any(|replica| replica.id != 2 && replica.read_lead_us > Some(5_000)));
-    fault(&cluster, SLOW, "off");
+    cluster.fault(SLOW, "off");
     cluster.await_status("nothing is held any more", is_quiet);
     let from = Instant::now();
     wait::pass(Duration::from_secs(1));
@@ -135,13 +128,13 @@ fn cancelled_reads_bound_the_queue_of_a_later_replica() {
     let _heavy = Heavy::take();
     let (seconds, settle) = (Duration::from_secs(3), Duration::from_millis(500));
     let control = cluster("[throttle]\nenabled = false\n");
-    fault(&control, SLOW, "read-delay=200ms");
+    control.fault(SLOW, "read-delay=200ms");
     let fanned = read_for(&control, seconds, settle);
     drop(control);
 
     let cluster = cluster("cancel_reads = true\n");
     let equal = read_for(&cluster, seconds, settle);
-    fault(&cluster, SLOW, "read-delay=200ms");
+    cluster.fault(SLOW, "read-delay=200ms");
     let later = read_for(&cluster, seconds, settle);
     eprintln!("fanned out {fanned:?}\nequal {equal:?}\nlater {later:?}");
     assert!(later.jobs <= 3 * DEPTH, "{} reads at the later replica", later.jobs);
@@ -180,8 +173,8 @@ fn a_witnessed_read_does_not_wait_for_a_stopped_replica() {
 fn faults_are_seen_and_taken_out() {
     let _heavy = Heavy::take();
     let mut cluster = cluster("");
-    assert_eq!(fault(&cluster, 0, "").trim(), "off");
-    assert_eq!(fault(&cluster, 0, "error=1,jitter=1..2ms").trim(), "jitter=1ms..2ms,error=1");
+    assert_eq!(cluster.fault(0, "").trim(), "off");
+    assert_eq!(cluster.fault(0, "error=1,jitter=1..2ms").trim(), "jitter=1ms..2ms,error=1");
     let status =
         cluster.await_status("the fault is in the status", |status| status.replicas[0].faults.is_some());
     assert_eq!(status.replicas[0].faults.as_deref(), Some("jitter=1ms..2ms,error=1"));
@@ -189,7 +182,7 @@ fn faults_are_seen_and_taken_out() {
     let seen = read_for(&cluster, Duration::from_secs(1), Duration::ZERO);
     assert!(seen.figures.answers > 0);
     cluster.await_active(0);
-    assert_eq!(fault(&cluster, 0, "off").trim(), "off");
+    assert_eq!(cluster.fault(0, "off").trim(), "off");
     cluster.await_status("the fault is gone", |status| status.replicas[0].faults.is_none());
     let bad = run(Program::new(program("newel"))
         .args(["fault", "slow=1", "--control"])
@@ -198,7 +191,7 @@ fn faults_are_seen_and_taken_out() {
     let log = cluster.log(Role::Replica(0));
     assert!(log.contains("FAULTS ARE PUT IN ON PURPOSE: jitter=1ms..2ms,error=1"), "{log}");
     // A new process begins without.
-    fault(&cluster, 0, "read-delay=1ms");
+    cluster.fault(0, "read-delay=1ms");
     cluster.terminate(Role::Replica(0));
     cluster.start_daemon(Role::Replica(0));
     assert!(cluster.await_active(0).replicas[0].faults.is_none());

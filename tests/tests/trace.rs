@@ -34,13 +34,6 @@ fn cluster(config: &'static str) -> Cluster {
     Cluster::start(Options { config, ..Options::default() })
 }
 
-/// `newel fault`, as an operator would.
-#[track_caller]
-fn fault(cluster: &Cluster, replica: usize, faults: &str) {
-    let control = format!("{}.control", cluster.region(replica).display());
-    run(Program::new(program("newel")).args(["fault", faults, "--control", &control])).ok();
-}
-
 /// Sends writes of one block each, without waiting.
 #[track_caller]
 fn send_writes(client: &mut Client, blocks: impl IntoIterator<Item = u64>) -> usize {
@@ -113,11 +106,11 @@ fn requests_behind_a_full_volume_and_a_stopped_replica_are_told_apart() {
 fn reads_that_the_throttle_keeps_back_say_so() {
     let _heavy = Heavy::take();
     let mut cluster = cluster(THRESHOLD);
-    fault(&cluster, CULPRIT, "bandwidth=1M");
+    cluster.fault(CULPRIT, "bandwidth=1M");
     let load = Load::start(&cluster.address(), Command::Read, 256, BLOCKS);
     await_slow(&cluster, "kept back", |slow| slow.operation == "read" && blames(slow, "throttle", None));
     load.finish();
-    fault(&cluster, CULPRIT, "off");
+    cluster.fault(CULPRIT, "off");
     cluster.stop_and_check();
 }
 
@@ -127,7 +120,7 @@ fn a_slow_device_is_named_and_the_guest_did_not_wait_for_it() {
     let mut cluster = cluster(THRESHOLD);
     let mut client = cluster.connect();
     client.write(0, &[1; 4096]);
-    fault(&cluster, CULPRIT, "read-delay=1500ms");
+    cluster.fault(CULPRIT, "read-delay=1500ms");
     client.read(0, 4096);
     let early = wait::until("it is told of while it is under way", PATIENCE, || {
         cluster.slow().into_iter().find(|slow| !slow.ended)
@@ -142,7 +135,7 @@ fn a_slow_device_is_named_and_the_guest_did_not_wait_for_it() {
     assert!(shown.contains("replica 2, device, ") && shown.contains("replica 2 device"), "{shown}");
     let shown = run(Program::new(program("newel")).args(["inflight", "--address", &address])).ok().stdout;
     assert_eq!(shown.trim(), "nothing is under way");
-    fault(&cluster, CULPRIT, "off");
+    cluster.fault(CULPRIT, "off");
     cluster.stop_and_check();
 }
 

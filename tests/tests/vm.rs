@@ -214,6 +214,14 @@ impl Host {
         self.load_is_well();
     }
 
+    /// In mid-load, and comes back.
+    fn lose_power(&mut self) {
+        self.start_load();
+        self.machine.cut_power();
+        self.machine.switch_on();
+        self.check_after_boot();
+    }
+
     /// After a boot: everything is up and mounted by itself, nothing that was safe is lost, and the file systems are clean.
     fn check_after_boot(&mut self) {
         for target in ["remote-fs.target", "multi-user.target"] {
@@ -297,10 +305,7 @@ fn a_debian_host_lives_on_it() {
     host.check_order_of_shutdown();
 
     for _ in 0..3 {
-        host.start_load();
-        host.machine.cut_power();
-        host.machine.switch_on();
-        host.check_after_boot();
+        host.lose_power();
     }
 
     host.take_down();
@@ -323,10 +328,7 @@ fn a_debian_13_host_lives_on_it() {
     host.check_after_boot();
     host.check_order_of_shutdown();
 
-    host.start_load();
-    host.machine.cut_power();
-    host.machine.switch_on();
-    host.check_after_boot();
+    host.lose_power();
 
     host.take_down();
     host.machine.power_off();
