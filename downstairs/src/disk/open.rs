@@ -11,7 +11,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 use newel_protocol::wire::Membership;
@@ -169,11 +169,16 @@ impl<S: Storage> RegionCore<S> {
         report.verified_extents = count;
         self.flush(None).map_err(|error| self.as_region_error(&error))?;
         // What is there now is durable, which no mark says. Nothing else changes contexts yet, so one more sync is enough.
+        let settled = AtomicBool::new(false);
         run("settling", count, &|index| {
             let Some(&extent) = extents.get(index as usize) else { return Ok(()) };
-            self.settle_extent(extent).map_err(|error| self.as_region_error(&error))
+            let changed = self.settle_extent(extent).map_err(|error| self.as_region_error(&error))?;
+            settled.fetch_or(changed, Ordering::Relaxed);
+            Ok(())
         })?;
-        self.flush(None).map_err(|error| self.as_region_error(&error))?;
+        if settled.into_inner() {
+            self.flush(None).map_err(|error| self.as_region_error(&error))?;
+        }
         if report.lost_records > 0 {
             // Everything was verified and is durable: the lost records start anew.
             self.rewrite_log().map_err(|error| self.as_region_error(&error))?;

@@ -71,9 +71,9 @@ impl<S: Storage> RegionCore<S> {
         Ok(verified)
     }
 
-    /// Everything of this extent is durable: contexts that no mark covers say so themselves.
-    pub(crate) fn settle_extent(&self, extent: ExtentId) -> Result<(), DiskError> {
-        let Some(range) = self.layout.extent_blocks(extent) else { return Ok(()) };
+    /// Everything of this extent is durable: contexts that no mark covers say so themselves. True if any had to.
+    pub(crate) fn settle_extent(&self, extent: ExtentId) -> Result<bool, DiskError> {
+        let Some(range) = self.layout.extent_blocks(extent) else { return Ok(false) };
         let mark = self.flushed_mark();
         let mut updates = Vec::new();
         for (block, pair) in range.blocks().zip(self.read_pairs(range)?) {
@@ -84,7 +84,8 @@ impl<S: Storage> RegionCore<S> {
                 }
             }
         }
-        self.write_pairs(&mut updates)
+        self.write_pairs(&mut updates)?;
+        Ok(!updates.is_empty())
     }
 
     /// The checksum of each block, `None` where the disk can't read it.
