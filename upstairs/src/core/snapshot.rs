@@ -103,11 +103,14 @@ impl Core {
         let progress = resync.progress;
         let waiting = resync.extents_waiting();
         let elapsed = self.now.since(catch_up.started);
-        let eta = (progress.extents_done > 0)
-            .then(|| elapsed.as_secs().saturating_mul(waiting).checked_div(progress.extents_done))
-            .flatten();
-        Some(catch_up_of(progress, eta))
+        Some(catch_up_of(progress, eta_s(elapsed, progress.extents_done, waiting)))
     }
+}
+
+/// Seconds that are left, rounded up, if what is left goes as fast as what is done.
+fn eta_s(elapsed: Duration, done: u64, left: u64) -> Option<u64> {
+    let elapsed_ms = u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX);
+    Some(elapsed_ms.saturating_mul(left).checked_div(done)?.div_ceil(1000))
 }
 
 fn latency_of_guests(stages: &Stages) -> Vec<LatencyStatus> {
@@ -158,4 +161,25 @@ fn catch_up_of(progress: Progress, eta_s: Option<u64>) -> CatchUpStatus {
 
 fn to_us(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_left_is_told_in_the_first_second_too() {
+        let check = |ms, done, left, expected| {
+            assert_eq!(
+                eta_s(Duration::from_millis(ms), done, left),
+                expected,
+                "{ms} ms, {done} done, {left} left"
+            );
+        };
+        check(112, 3, 93, Some(4));
+        check(9_500, 95, 1, Some(1));
+        check(10_000, 10, 90, Some(90));
+        check(500, 7, 0, Some(0));
+        check(500, 0, 96, None);
+    }
 }
