@@ -28,6 +28,7 @@ pub mod way;
 
 mod activation;
 mod catchup;
+mod classes;
 mod decide;
 mod heal;
 mod jobs;

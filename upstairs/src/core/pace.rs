@@ -15,6 +15,7 @@ use std::time::Duration;
 use newel_protocol::BLOCK_BYTES;
 
 use super::api::Time;
+use super::classes;
 
 /// Bytes a second.
 const RATE_MIN: u64 = 24 << 20;
@@ -185,11 +186,9 @@ impl Pace {
     }
 }
 
-/// Buckets a doubling.
-const STEPS: u64 = 8;
-const BUCKETS: usize = 64 * 8;
+const BUCKETS: usize = classes::count(64);
 
-/// How long the requests of one interval took, in buckets of an eighth of a doubling.
+/// How long the requests of one interval took, in ns by class.
 #[derive(Debug)]
 struct Interval {
     began: Time,
@@ -212,10 +211,7 @@ impl Interval {
     }
 
     fn note(&mut self, nanos: u64) {
-        let doubling = u64::from(nanos.max(STEPS).ilog2());
-        let step = (nanos.max(STEPS) >> (doubling - u64::from(STEPS.ilog2()))) % STEPS;
-        let index = usize::try_from(doubling * STEPS + step).unwrap_or(0);
-        if let Some(bucket) = self.buckets.get_mut(index) {
+        if let Some(bucket) = self.buckets.get_mut(classes::class_of(nanos)) {
             *bucket += 1;
             self.count += 1;
         }
@@ -229,8 +225,7 @@ impl Interval {
         let mut left = self.count / 50;
         for (index, &count) in self.buckets.iter().enumerate().rev() {
             if count > left {
-                let (doubling, step) = (index as u64 / STEPS, index as u64 % STEPS);
-                return Some((STEPS + step) << doubling >> STEPS.ilog2());
+                return Some(classes::values_of(index).0);
             }
             left -= count;
         }

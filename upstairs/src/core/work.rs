@@ -8,12 +8,10 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Each power of two is cut into so many classes: a latency is known to 6%.
-const CLASSES_PER_OCTAVE: u32 = 1 << CLASS_BITS;
-const CLASS_BITS: u32 = 3;
-/// What took longer (19 hours) counts as that long.
-const OCTAVES_MAX: u32 = 36;
-const CLASSES_MAX: u32 = (OCTAVES_MAX - CLASS_BITS + 1) * CLASSES_PER_OCTAVE;
+use super::classes;
+
+/// What took longer than 2^36 µs (19 hours) counts as that long.
+const CLASSES_MAX: usize = classes::count(36);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Done {
@@ -115,19 +113,13 @@ impl Latencies {
 }
 
 fn class_of(us: u64) -> usize {
-    // Up to the first power of two that is cut, every µs is a class.
-    let octave = us.max(1).ilog2().max(CLASS_BITS);
-    let shift = octave - CLASS_BITS;
-    let class = u64::from(shift * CLASSES_PER_OCTAVE) + (us >> shift);
-    usize::try_from(class.min(u64::from(CLASSES_MAX) - 1)).unwrap_or(usize::MAX)
+    classes::class_of(us).min(CLASSES_MAX - 1)
 }
 
+/// A status that was read may have any number of classes.
 fn middle_us(class: usize) -> u64 {
-    let class = (class as u64).min(u64::from(CLASSES_MAX) - 1);
-    let per_octave = u64::from(CLASSES_PER_OCTAVE);
-    let shift = (class / per_octave).saturating_sub(1);
-    let first = (class - shift * per_octave) << shift;
-    first + (1 << shift) / 2
+    let (first, width) = classes::values_of(class.min(CLASSES_MAX - 1));
+    first + width / 2
 }
 
 #[cfg(test)]
@@ -146,7 +138,7 @@ mod tests {
             let middle = middle_us(class);
             assert!(middle.abs_diff(us) * 16 <= us, "{us} µs is told as {middle}");
         }
-        assert_eq!(class_of(u64::MAX), usize::try_from(CLASSES_MAX).unwrap() - 1);
+        assert_eq!(class_of(u64::MAX), CLASSES_MAX - 1);
         assert_eq!((class_of(15), class_of(16), class_of(31), class_of(32)), (15, 16, 23, 24));
     }
 
