@@ -210,6 +210,12 @@ fn guest(cluster: &Cluster) -> Figures {
     load.finish().between(from, to)
 }
 
+fn has_huge_pages(pid: u32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let told = status.lines().find_map(|line| line.strip_prefix("THP_enabled:"));
+    told.expect("since Linux 5.0").trim() != "0"
+}
+
 #[test]
 fn a_guest_does_not_notice_one_starved_replica() {
     let test = "a_guest_does_not_notice_one_starved_replica";
@@ -219,6 +225,9 @@ fn a_guest_does_not_notice_one_starved_replica() {
     let mut replicas: [Place; REPLICAS] = Default::default();
     replicas[2].region = Some(disk.path().join("region"));
     let mut cluster = Cluster::start(Options { size: REGION, replicas, ..Options::default() });
+    for role in [Role::Upstairs, Role::Replica(0)] {
+        assert!(!has_huge_pages(cluster.pid(role)), "{role:?}: each holds its reactor up for milliseconds");
+    }
     // Every extent is written once, so that all runs find the same.
     guest(&cluster);
 

@@ -72,6 +72,10 @@ pub fn run_inline(config: &Config) -> Result<(), RunError> {
 }
 
 fn run_on(config: &Config, start_disk: StartDisk) -> Result<(), RunError> {
+    // The kernel clears a huge page before it hands it out: milliseconds for the reactor when its queues grow.
+    if let Err(error) = nix::sys::prctl::set_thp_disable(true) {
+        warn!(%error, "huge pages stay allowed: expect pauses of some ms when memory grows");
+    }
     if let Some(cpu) = config.cpu {
         // Before there is any other thread: they all inherit it.
         let mut only = CpuSet::new();

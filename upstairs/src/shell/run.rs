@@ -25,6 +25,7 @@ const STOP_WITHIN: Duration = Duration::from_secs(3);
 const GOODBYE: Duration = Duration::from_millis(500);
 
 pub(crate) fn run(config: Config) -> Result<()> {
+    forbid_huge_pages();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -109,6 +110,14 @@ fn allow_descriptors() {
     limit.current = limit.maximum;
     if let Err(error) = setrlimit(Resource::Nofile, limit) {
         tracing::warn!(%error, "the limit of open files stays as it is");
+    }
+}
+
+/// A replica far behind makes the buffers grow. The kernel clears a huge page before it hands it out, which holds the reactor up for
+/// milliseconds each time.
+fn forbid_huge_pages() {
+    if let Err(error) = nix::sys::prctl::set_thp_disable(true) {
+        tracing::warn!(%error, "huge pages stay allowed: expect pauses of some ms when memory grows");
     }
 }
 
