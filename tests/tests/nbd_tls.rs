@@ -176,6 +176,12 @@ fn a_port_open_to_the_network_needs_tls_or_leave() {
         });
         drop(running);
     }
+    // TLS is for guests: it does not make the status private.
+    let mut status = Program::new(program("newel-upstairs"));
+    status.args(["run", "--volume", "v", "--listen", "tcp:127.0.0.1:0", "--status", "tcp:0.0.0.0:0"]);
+    status.args((1..=3).flat_map(|replica| ["--replica".to_owned(), format!("127.0.0.1:{replica}")]));
+    tls_arguments(&mut status, certificates.path());
+    run(status.args(["--tls", "required"])).failed_saying(&["won't show the status on tcp:0.0.0.0:0"]);
 }
 
 #[test]

@@ -28,7 +28,9 @@ const BODY_BYTES_MAX: usize = 4096;
 const JSON: &str = "application/json";
 
 pub(super) fn bind(address: &ListenAddr, allow_plaintext: bool) -> Result<Listeners, BindError> {
-    Listeners::bind(std::slice::from_ref(address), allow_plaintext)
+    Listeners::bind(std::slice::from_ref(address), allow_plaintext).map_err(|error| {
+        if let BindError::Plaintext { addr } = error { BindError::OpenStatus { addr } } else { error }
+    })
 }
 
 /// Answers until the process ends.

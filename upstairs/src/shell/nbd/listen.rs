@@ -44,6 +44,11 @@ pub enum BindError {
          allow_plaintext if that network is trusted"
     )]
     Plaintext { addr: ListenAddr },
+    #[error(
+        "won't show the status on {addr}: other hosts can reach it, and everybody there could read it; choose 127.0.0.1 or a \
+         unix socket, or set allow_plaintext if that network is trusted"
+    )]
+    OpenStatus { addr: ListenAddr },
     #[error("can't listen on {addr}: {source}")]
     Io { addr: ListenAddr, source: io::Error },
     #[error("there is no address to listen on: give at least one")]
