@@ -5,10 +5,12 @@
 # native aio, over unix sockets; all replicas are asked for every read and two must agree. Newel asks all replicas too.
 # Both are filled alike, and the repetitions alternate between them, so that a neighbour's load hits both.
 #
-# usage: tools/bench.sh [-g] [-r REPETITIONS] [-t SECONDS] [-j "JOB ..."] [-o DIR]
+# usage: tools/bench.sh [-g | -p] [-r REPETITIONS] [-t SECONDS] [-j "JOB ..."] [-o DIR]
 #
 #   -g  only the jobs that Newel has goals for, and what was reached of each; three replicas on one disk can't write more than
 #       a third of what it takes
+#   -p  with the page cache on both sides: replicas of Newel run with cache = "page", those of the peer are nbdkit's file plugin
+#       (needs nbdkit); random reads, and the goal for them
 #   -r  of each job (5), the medians are printed     -t  for each run (3)
 #   -j  of rw4k-q1 rw4k-q32 rr4k-q1 rr4k-q32 sw1m-q8 sr1m-q8 fs4k-q1 (all)
 #   -o  where every fio report and results.tsv are kept (results/bench)
@@ -16,15 +18,17 @@
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 
-REPS=5 TIME=3 OUT=$ROOT/results/bench GOALS=''
+REPS=5 TIME=3 OUT=$ROOT/results/bench GOALS='' PAGE=''
 JOBS='rw4k-q1 rw4k-q32 rr4k-q1 rr4k-q32 sw1m-q8 sr1m-q8 fs4k-q1'
-while getopts 'gr:t:j:o:h' option; do
+while getopts 'gpr:t:j:o:h' option; do
   case $option in
-    g) GOALS=1 JOBS='rw4k-q32 sw1m-q8 fs4k-q1' ;; r) REPS=$OPTARG ;; t) TIME=$OPTARG ;; j) JOBS=$OPTARG ;; o) OUT=$OPTARG ;;
+    g) GOALS=1 JOBS='rw4k-q32 sw1m-q8 fs4k-q1' ;; p) PAGE=1 JOBS='rr4k-q32' ;;
+    r) REPS=$OPTARG ;; t) TIME=$OPTARG ;; j) JOBS=$OPTARG ;; o) OUT=$OPTARG ;;
     *) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p}' "$0"; exit 2 ;;
   esac
 done
 need fio qemu-nbd jq
+[ -z "$PAGE" ] || need nbdkit
 mkdir -p "$OUT"
 WORK=$(mktemp -d "$ROOT/target/bench.XXXXXX")
 UP='' PEER_PIDS=()
@@ -40,8 +44,12 @@ peer_start() {
   local replica options=driver=quorum,vote-threshold=2,read-pattern=quorum
   for replica in 0 1 2; do
     fallocate -l 1G "$WORK/peer-$replica.img"
-    setsid qemu-nbd -t -e 8 -k "$WORK/peer-$replica.sock" -x r -f raw --cache=none --aio=native --discard=unmap \
-      "$WORK/peer-$replica.img" >"$WORK/peer-$replica.log" 2>&1 </dev/null &
+    if [ -n "$PAGE" ]; then
+      exec setsid nbdkit -f -U "$WORK/peer-$replica.sock" -e r file "$WORK/peer-$replica.img"
+    else
+      exec setsid qemu-nbd -t -e 8 -k "$WORK/peer-$replica.sock" -x r -f raw --cache=none --aio=native --discard=unmap \
+        "$WORK/peer-$replica.img"
+    fi >"$WORK/peer-$replica.log" 2>&1 </dev/null &
     PEER_PIDS+=($!)
     await 10 "peer replica $replica" test -S "$WORK/peer-$replica.sock"
     options+=",children.$replica.driver=nbd,children.$replica.export=r"
@@ -109,9 +117,14 @@ fill() { # TARGET: what is read is written first
   # shellcheck disable=SC2046
   fio --name=fill $(engine "$1") --thread --rw=write --bs=1m --iodepth=8 --size=1g --end_fsync=1 >"$WORK/fill" 2>&1 ||
     die "cannot fill $1: $(cat "$WORK/fill")"
+  # Into the page cache, if that is what is measured.
+  # shellcheck disable=SC2046
+  [ -z "$PAGE" ] || fio --name=warm $(engine "$1") --thread --rw=read --bs=128k --iodepth=8 --size=1g >"$WORK/fill" 2>&1 ||
+    die "cannot read $1: $(cat "$WORK/fill")"
 }
 
-volume_start "$WORK/newel" --size 1G --prealloc full --no-restart --log warn
+echo "cache = \"$([ -z "$PAGE" ] && echo none || echo page)\"" >"$WORK/downstairs.toml"
+volume_start "$WORK/newel" --size 1G --prealloc full --no-restart --log warn --downstairs-config "$WORK/downstairs.toml"
 NEWEL_URI=$URI
 peer_start
 fallocate -l 1G "$WORK/disk.img"
@@ -151,13 +164,16 @@ goal() { # WHAT JOB at-least|at-most BOUND EXPRESSION: of n, p, d (throughput of
       sub(/-/, \" \", sense)
       printf \"| %s | %.2f | %s %s | %s |\\n\", what, reached, sense, bound, met ? \"yes\" : \"no\" }"
 }
+[ -z "$GOALS$PAGE" ] || printf '\n| goal | reached | asked for | met |\n|---|---|---|---|\n'
 if [ -n "$GOALS" ]; then
-  printf '\n| goal | reached | asked for | met |\n|---|---|---|---|\n'
   goal '4 KiB random write, depth 32, to a third of the disk' rw4k-q32 at-least 0.85 '3 * n / d'
   goal '4 KiB random write, depth 32, to QEMU quorum' rw4k-q32 at-least 1.4 'n / p'
   goal 'CPU of all servers for a 4 KiB write, depth 32, µs' rw4k-q32 at-most 80 cpu
   goal '1 MiB sequential write, depth 8, to a third of the disk' sw1m-q8 at-least 0.8 '3 * n / d'
   goal '4 KiB write and flush, depth 1, to QEMU quorum' fs4k-q1 at-least 1.6 'n / p'
+fi
+if [ -n "$PAGE" ]; then
+  goal '4 KiB random read, depth 32, page cache, to QEMU quorum over nbdkit' rr4k-q32 at-least 1.3 'n / p'
 fi
 echo
 echo "Medians of $REPS runs of $TIME s over 1 GiB; $(fio --version), $(qemu-nbd --version | head -1), $(uname -r), $(nproc) CPUs."

@@ -276,6 +276,9 @@ fn downstairs_arguments(
     if let Some(cpu) = cpu_of(replica) {
         arguments.extend(["--cpu".into(), cpu.to_string().into()]);
     }
+    if let Some(config) = &settings.downstairs_config {
+        arguments.extend(["--config".into(), config.into()]);
+    }
     arguments
 }
 

@@ -56,6 +56,9 @@ pub(crate) struct UpArgs {
     /// A TOML file with further settings for the upstairs (limits, timing)
     #[arg(long, value_name = "FILE")]
     upstairs_config: Option<PathBuf>,
+    /// A TOML file with further settings for each downstairs (cache, engine, merge_max, fault)
+    #[arg(long, value_name = "FILE")]
+    downstairs_config: Option<PathBuf>,
     /// What the daemons log into DIR/*.log
     #[arg(long, value_name = "LEVEL", default_value = "info")]
     log: String,
@@ -158,14 +161,18 @@ fn listen(wanted: &[Address], layout: &Layout) -> Result<Vec<Address>> {
 struct Settings {
     log: String,
     upstairs_config: Option<PathBuf>,
+    downstairs_config: Option<PathBuf>,
 }
 
 fn settings(args: &UpArgs) -> Result<Settings> {
     let absolute = |path: &PathBuf| {
         std::path::absolute(path).with_context(|| format!("no such file: {}", path.display()))
     };
-    let upstairs_config = args.upstairs_config.as_ref().map(absolute).transpose()?;
-    Ok(Settings { log: args.log.clone(), upstairs_config })
+    Ok(Settings {
+        log: args.log.clone(),
+        upstairs_config: args.upstairs_config.as_ref().map(absolute).transpose()?,
+        downstairs_config: args.downstairs_config.as_ref().map(absolute).transpose()?,
+    })
 }
 
 fn introduction(layout: &Layout, volume: &Volume, generation: u32, fleet: &Fleet) -> String {
