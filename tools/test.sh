@@ -67,6 +67,9 @@ target=${CARGO_TARGET_DIR:-target}
 log=$target/test.log
 status=0
 cargo test --release --workspace --no-fail-fast "$@" -- --show-output 2>&1 | tee "$log" || status=$?
+# The tests that try every engine, once more with the one that is not built by default.
+[ $# != 0 ] || cargo test --release -p newel-downstairs --features uring --lib -- --show-output \
+  engine_tests pool::tests device_tests 2>&1 | tee -a "$log" || status=$?
 
 # --- the totals -----------------------------------------------------------------------------------
 # A test that can't run here prints SKIPPED: and returns, which the runner takes for a pass. A skipped part of a test,
