@@ -36,7 +36,7 @@ fn what_it_prints_is_what_one_needs() {
         "NBD: nbd://127.0.0.1:",
         "nbdinfo",
         "fio --name",
-        "nbd-client",
+        "attach 'newel' /dev/nbd0 --address 'unix:/",
         "status:",
     ] {
         assert!(said.contains(part), "{part:?} is missing in\n{said}");

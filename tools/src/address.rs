@@ -42,14 +42,6 @@ impl Address {
             Self::Tcp(address) => format!("nbd://{address}"),
         }
     }
-
-    /// How `nbd-client` names it.
-    pub(crate) fn nbd_client_arguments(&self) -> String {
-        match self {
-            Self::Unix(path) => format!("-unix '{}'", path.display()),
-            Self::Tcp(address) => format!("{} {}", address.ip(), address.port()),
-        }
-    }
 }
 
 impl FromStr for Address {

@@ -188,6 +188,7 @@ fn introduction(layout: &Layout, volume: &Volume, generation: u32, fleet: &Fleet
     for (role, pid) in fleet.pids() {
         lines.push(format!("  {role:<13} pid {pid:<8} {}", what_it_has(&role, layout, volume)));
     }
+    let own = std::env::current_exe().map_or_else(|_| "newel".to_owned(), |path| path.display().to_string());
     for address in &volume.listen {
         let uri = address.nbd_uri();
         lines.extend([
@@ -199,10 +200,9 @@ fn introduction(layout: &Layout, volume: &Volume, generation: u32, fleet: &Fleet
                  --size={} --time_based --runtime=10",
                 volume.size_bytes.min(1 << 30)
             ),
-            format!("  nbd-client {} /dev/nbd0", address.nbd_client_arguments()),
+            format!("  sudo {own} attach '{}' /dev/nbd0 --address '{address}'", volume.name),
         ]);
     }
-    let own = std::env::current_exe().map_or_else(|_| "newel".to_owned(), |path| path.display().to_string());
     lines.extend([
         String::new(),
         format!("status: {own} status --dir '{}'   ({})", layout.dir().display(), volume.status),
