@@ -425,3 +425,53 @@ impl Core {
         live == self.jobs.iter().filter(traced).count()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::hint::black_box;
+
+    use allocation_counter::measure;
+
+    use super::*;
+    use crate::core::tests::config;
+
+    const JOBS: u64 = 10_000;
+
+    /// A write from its begin to its end, a little slower each time, so that it is one of the slowest.
+    fn trace_one(tracer: &mut Tracer, number: u64) {
+        let base = Time(number * 1_000_000);
+        let at = |us: u64| Time(base.0 + us * 1_000);
+        let timeline =
+            Timeline { job: JobId(number), base, operation: Operation::Write, ..Timeline::default() };
+        let slot = tracer.begin(timeline);
+        for replica in ReplicaId::ALL {
+            tracer.sent(slot, at(1), replica, false);
+        }
+        for replica in ReplicaId::ALL {
+            let times = StageTimes { queued_us: 1, submit_us: 2, device_us: 100 };
+            tracer.replied(slot, at(150 + number / 100), replica, times, true);
+            if replica.index() == 1 {
+                tracer.answered(slot);
+                tracer.settled(slot, at(150 + number / 100), false);
+            }
+        }
+        assert_eq!(tracer.ended(slot, at(200 + number / 100)), None, "it is below the threshold");
+    }
+
+    #[test]
+    fn a_job_allocates_nothing() {
+        let config = config();
+        let mut tracer = Tracer::new(&config.trace, &config.limits, Time(0));
+        (0..JOBS).for_each(|number| trace_one(&mut tracer, number));
+        let steady = measure(|| (JOBS..2 * JOBS).for_each(|number| trace_one(&mut tracer, number)));
+        assert_eq!(steady.count_total, 0, "{steady:?}");
+        assert_eq!(
+            (tracer.status().untraced, tracer.slab.len()),
+            (0, 1),
+            "each was traced, in the same place"
+        );
+        // The counter counts.
+        let control = measure(|| (0..JOBS).for_each(|_| drop(black_box(Box::new(Timeline::default())))));
+        assert_eq!(control.count_total, JOBS);
+    }
+}
