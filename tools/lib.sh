@@ -51,5 +51,5 @@ volume_stop() { # PID
   while kill -0 "$1" 2>/dev/null; do sleep 0.05; done
 }
 
-# fio puts warnings before its report.
-report_of() { sed -n '/^{/,$p' "$1"; }
+# fio puts warnings before its report, one of them without an end of its line.
+report_of() { sed -n '/{$/,$p' "$1" | sed '1s/^.*{$/{/'; }

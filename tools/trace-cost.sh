@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
-# What it costs to trace every job: the upstairs as it is, beside one with the tracing compiled out, in pairs of runs on one volume. Prints
-# the median of the pairs' ratios for 4 KiB random writes and reads at depth 32.
+# What it costs to trace every job: the upstairs as it is, beside one with the tracing compiled out, for 4 KiB random writes and reads at
+# depth 32. Prints the median of the ratios of pairs.
+#
+# In a pair each has a volume and a load of its own, and the two loads run in turns of 0.2 s, so that what neighbours do to this machine
+# hits both alike. From pair to pair they change volumes.
 #
 # usage: tools/trace-cost.sh [-b] [-n PAIRS] [-t SECONDS] [-o DIR]
 #
 #   -b  build both first, into target/trace-cost      -n  pairs of each job (7); with 0 they are only built
-#   -t  for each run (3)                              -o  where each pair is kept (results/trace-cost); those of earlier runs
+#   -t  for each load of a pair (4)                   -o  where each pair is kept (results/trace-cost); those of earlier runs
 #                                                         count, so that a long measurement can be made in pieces
 # Needs fio with its NBD engine, and jq.
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 
-BUILD='' PAIRS=7 TIME=3 OUT=$ROOT/results/trace-cost SIZE=256M
+BUILD='' PAIRS=7 TIME=4 OUT=$ROOT/results/trace-cost SIZE=256M
 while getopts 'bn:t:o:h' option; do
   case $option in
     b) BUILD=1 ;; n) PAIRS=$OPTARG ;; t) TIME=$OPTARG ;; o) OUT=$OPTARG ;;
@@ -35,43 +38,81 @@ done
 [ "$PAIRS" -gt 0 ] || exit 0
 mkdir -p "$OUT"
 WORK=$(mktemp -d "$ROOT/target/trace-cost.XXXXXX")
-UP=''
+UPS=() LOADS=()
 cleanup() {
-  [ -z "$UP" ] || volume_stop "$UP"
+  local pid
+  for pid in "${LOADS[@]}"; do kill -KILL "$pid" 2>/dev/null || true; done
+  for pid in "${UPS[@]}"; do volume_stop "$pid"; done
   rm -rf "$WORK"
 }
 trap cleanup EXIT
 
-iops() { # KIND : of a run on the volume that is up
-  timeout $((TIME + 60)) fio --name=run --ioengine=nbd "--uri=$URI" --thread --rw="rand$1" --bs=4k --iodepth=32 "--size=$SIZE" \
-    --time_based "--runtime=$TIME" --ramp_time=0.5 --norandommap --randrepeat=0 --output-format=json --output="$WORK/report" \
-    >/dev/null 2>"$WORK/err" || die "fio: $(cat "$WORK/err")"
-  report_of "$WORK/report" | jq ".jobs[0].$1.iops"
+volumes_start() { # WAY WAY: of the first and the second volume
+  local number
+  UPS=() URIS=()
+  for number in 1 2; do
+    BIN=$BOTH/${!number}
+    volume_start "$WORK/volume-$number" --size "$SIZE" --log warn
+    UPS+=("$UP") URIS+=("$URI")
+  done
+}
+volumes_stop() {
+  local pid
+  for pid in "${UPS[@]}"; do volume_stop "$pid"; done
+  UPS=()
 }
 
-BIN=$BOTH/on
-volume_start "$WORK/volume" --size "$SIZE" --log warn
-fio --name=fill --ioengine=nbd "--uri=$URI" --thread --rw=write --bs=1m --iodepth=8 "--size=$SIZE" --end_fsync=1 >"$WORK/fill.out"
-volume_stop "$UP"
+in_turns() { # KIND: the loads on both volumes; how many I/Os each made, into done-1 and done-2
+  local number turn
+  LOADS=()
+  for number in 1 2; do
+    fio --name=run --ioengine=nbd "--uri=${URIS[number - 1]}" --thread --rw="rand$1" --bs=4k --iodepth=32 "--size=$SIZE" \
+      --time_based --runtime=3600 --norandommap --randrepeat=0 --output-format=json --output="$WORK/report-$number" \
+      >/dev/null 2>"$WORK/err-$number" &
+    LOADS+=($!)
+  done
+  sleep 0.5
+  kill -STOP "${LOADS[@]}"
+  for turn in $(seq $((TIME * 5))); do
+    # Who comes first takes turns, too.
+    for number in $((turn % 2)) $((1 - turn % 2)); do
+      kill -CONT "${LOADS[number]}"
+      sleep 0.2
+      kill -STOP "${LOADS[number]}"
+    done
+  done
+  kill -INT "${LOADS[@]}"
+  kill -CONT "${LOADS[@]}"
+  for number in 1 2; do
+    # Interrupted, fio reports and ends with an error.
+    wait "${LOADS[number - 1]}" || true
+    report_of "$WORK/report-$number" | jq ".jobs[0].$1.total_ios" >"$WORK/done-$number"
+    [ -s "$WORK/done-$number" ] || die "fio: $(cat "$WORK/err-$number")"
+  done
+  LOADS=()
+}
+
+volumes_start on on
+for uri in "${URIS[@]}"; do
+  fio --name=fill --ioengine=nbd "--uri=$uri" --thread --rw=write --bs=1m --iodepth=8 "--size=$SIZE" --end_fsync=1 >"$WORK/fill.out"
+done
+volumes_stop
 for pair in $(seq "$PAIRS"); do
-  # Who comes first takes turns.
-  order='off on'
-  [ $((pair % 2)) = 0 ] || order='on off'
-  for way in $order; do
-    BIN=$BOTH/$way
-    volume_start "$WORK/volume" --log warn
-    for kind in write read; do iops "$kind" >"$WORK/$kind.$way"; done
-    volume_stop "$UP"
-    UP=''
-  done
+  ways=(off on)
+  [ $((pair % 2)) = 0 ] || ways=(on off)
+  volumes_start "${ways[@]}"
   for kind in write read; do
-    printf '%s\t%s\n' "$(cat "$WORK/$kind.off")" "$(cat "$WORK/$kind.on")" >>"$OUT/$kind.tsv"
+    in_turns "$kind"
+    for number in 1 2; do cp "$WORK/done-$number" "$WORK/${ways[number - 1]}"; done
+    printf '%s\t%s\n' "$(cat "$WORK/off")" "$(cat "$WORK/on")" >>"$OUT/$kind.tsv"
   done
+  volumes_stop
 done
 
 median() { sort -n | awk '{ v[NR] = $1 } END { print v[int((NR + 1) / 2)] }'; }
-printf '| 4 KiB random, depth 32 | pairs | without: IOPS | with: IOPS | median of the ratios |\n|---|---|---|---|---|\n'
+printf '| 4 KiB random, depth 32 | pairs | without: I/Os | with: I/Os | ratios: median | least | most |\n|---|---|---|---|---|---|---|\n'
 for kind in write read; do
-  printf '| %s | %d | %.0f | %.0f | %.3f |\n' "$kind" "$(wc -l <"$OUT/$kind.tsv")" "$(cut -f1 "$OUT/$kind.tsv" | median)" \
-    "$(cut -f2 "$OUT/$kind.tsv" | median)" "$(awk '{ print $2 / $1 }' "$OUT/$kind.tsv" | median)"
+  awk '{ print $2 / $1 }' "$OUT/$kind.tsv" | sort -n >"$WORK/ratios"
+  printf '| %s | %d | %.0f | %.0f | %.3f | %.3f | %.3f |\n' "$kind" "$(wc -l <"$OUT/$kind.tsv")" "$(cut -f1 "$OUT/$kind.tsv" | median)" \
+    "$(cut -f2 "$OUT/$kind.tsv" | median)" "$(median <"$WORK/ratios")" "$(head -1 "$WORK/ratios")" "$(tail -1 "$WORK/ratios")"
 done
