@@ -288,6 +288,10 @@ fn what_was_flushed_survives_a_loss_of_power_at_any_moment() {
     let test = "what_was_flushed_survives_a_loss_of_power_at_any_moment";
     let _turn = Heavy::take();
     let seed = seed::seed(test);
+    vm::anew_if_frozen(test, || loses_power(test, seed));
+}
+
+fn loses_power(test: &str, seed: u64) {
     let machine = vm::guest(test, Suite::Bookworm, |dir| {
         vec![Disk::empty(dir, "data", DEVICE_BYTES as u64), Disk::empty(dir, "log", 1 << 30)]
     });

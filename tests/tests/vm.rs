@@ -281,8 +281,13 @@ fn replica_units() -> Vec<String> {
 
 #[test]
 fn a_debian_host_lives_on_it() {
+    let test = "a_debian_host_lives_on_it";
     let _turn = Heavy::take();
-    let Some(mut host) = Host::new("a_debian_host_lives_on_it", Suite::Bookworm, "") else { return };
+    vm::anew_if_frozen(test, || a_whole_life(test));
+}
+
+fn a_whole_life(test: &str) {
+    let Some(mut host) = Host::new(test, Suite::Bookworm, "") else { return };
 
     host.refusals();
     host.start_load();
@@ -315,9 +320,14 @@ fn a_debian_host_lives_on_it() {
 /// The same in short with the kernel of Debian 13, and with several connections, over TCP.
 #[test]
 fn a_debian_13_host_lives_on_it() {
+    let test = "a_debian_13_host_lives_on_it";
     let _turn = Heavy::take();
+    vm::anew_if_frozen(test, || a_short_life(test));
+}
+
+fn a_short_life(test: &str) {
     let options = "--connections 4 --resend 10s --address tcp:127.0.0.1:10809";
-    let Some(mut host) = Host::new("a_debian_13_host_lives_on_it", Suite::Trixie, options) else { return };
+    let Some(mut host) = Host::new(test, Suite::Trixie, options) else { return };
 
     host.start_load();
     for unit in [UPSTAIRS, ATTACH] {

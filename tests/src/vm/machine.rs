@@ -2,13 +2,14 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::{BufRead as _, BufReader, Write as _};
+use std::io::{BufRead as _, BufReader, ErrorKind, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use super::image::Image;
+use super::pulse::{Frozen, Pulse};
 use crate::command::{Running, sh, tmp_root};
 use crate::wait;
 
@@ -18,6 +19,8 @@ const POWER_OFF_WITHIN: Duration = Duration::from_secs(240);
 /// Longer than any command that a test gives at once.
 const ANSWER_WITHIN: Duration = Duration::from_secs(400);
 const MEMORY_MIB: u32 = 2048;
+/// How often a guest that does not answer is felt for a pulse.
+const FEEL_EVERY: Duration = Duration::from_secs(5);
 
 /// A disk beside the one with the system: `/dev/disk/by-id/virtio-NAME` in the guest.
 #[derive(Clone, Debug)]
@@ -66,6 +69,8 @@ pub struct Machine {
     dir: tempfile::TempDir,
     running: Option<Life>,
     boots: u32,
+    /// It stood still: nobody there can be asked.
+    frozen: bool,
 }
 
 /// From the power button to the loss of power.
@@ -73,6 +78,7 @@ pub struct Machine {
 struct Life {
     qemu: Running,
     agent: BufReader<UnixStream>,
+    pulse: Pulse,
 }
 
 impl Machine {
@@ -89,7 +95,7 @@ impl Machine {
         .ok();
         let mut all = vec![Disk { name: "system", file: system }];
         all.extend(disks(dir.path()));
-        Self { image, disks: all, dir, running: None, boots: 0 }
+        Self { image, disks: all, dir, running: None, boots: 0, frozen: false }
     }
 
     /// Where its disks, its console and what it writes to the host lie.
@@ -108,7 +114,10 @@ impl Machine {
         command.args(["-nodefaults", "-no-user-config", "-nographic", "-nic", "none"]);
         command.arg("-kernel").arg(self.image.kernel()).arg("-initrd").arg(self.image.initrd());
         // What a broken guest prints is told at the end.
-        command.args(["-append", "console=ttyS0 root=/dev/vda rw quiet panic=-1 systemd.show_status=1"]);
+        // A tick that comes whatever happens: with timers that the guest sets one by one a kernel 6.1 stood still for ever, once in a while.
+        let kernel =
+            "console=ttyS0 root=/dev/vda rw quiet panic=-1 systemd.show_status=1 nohz=off highres=off";
+        command.args(["-append", kernel]);
         let console = self.dir.path().join(format!("console-{}", self.boots));
         command.arg("-serial").arg(format!("file:{}", console.display()));
         for disk in &self.disks {
@@ -126,12 +135,16 @@ impl Machine {
         // Appended to, as what was told before the loss of power counts.
         command.arg("-chardev").arg(format!("file,id=told,path={},append=on", self.told_path().display()));
         command.args(["-device", "virtserialport,chardev=told,name=told"]);
+        let beat = self.dir.path().join(format!("beat-{}", self.boots));
+        command.arg("-chardev").arg(format!("file,id=beat,path={}", beat.display()));
+        command.args(["-device", "virtserialport,chardev=beat,name=beat"]);
         let mut qemu = Running::start(&mut command);
         let stream = wait::until("QEMU's socket", Duration::from_secs(60), || {
             assert!(qemu.running(), "QEMU ended: {}", qemu.stderr());
             UnixStream::connect(&socket).ok()
         });
-        self.running = Some(Life { qemu, agent: BufReader::new(stream) });
+        let pulse = Pulse::of(qemu.pid(), vec![beat, console]);
+        self.running = Some(Life { qemu, agent: BufReader::new(stream), pulse });
         self.await_boot();
     }
 
@@ -219,12 +232,24 @@ impl Machine {
 
     fn line(&mut self, within: Duration) -> String {
         let life = self.running.as_mut().expect("the machine runs");
-        life.agent.get_ref().set_read_timeout(Some(within)).expect("sockets have timeouts");
+        life.agent.get_ref().set_read_timeout(Some(FEEL_EVERY)).expect("sockets have timeouts");
         let mut line = String::new();
-        let read = life.agent.read_line(&mut line);
+        let said = wait::try_until(within, || match life.agent.read_line(&mut line) {
+            Ok(0) => Some(Err("QEMU has closed the port".to_owned())),
+            Ok(_) => Some(Ok(())),
+            // What has come so far stays in the line.
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                life.pulse.stands_still().then(|| Err("it stands still".to_owned()))
+            }
+            Err(error) => Some(Err(error.to_string())),
+        });
+        if life.pulse.stands_still() && said.as_ref().is_some_and(Result::is_err) {
+            self.frozen = true;
+            Frozen::unwind();
+        }
         assert!(
-            read.as_ref().is_ok_and(|&length| length > 0),
-            "the guest says nothing for {within:?} ({read:?}); QEMU: {}",
+            said == Some(Ok(())),
+            "the guest says nothing for {within:?} ({said:?}); QEMU: {}",
             life.qemu.stderr()
         );
         line.trim_end().to_owned()
@@ -250,7 +275,7 @@ impl Drop for Machine {
         }
         eprintln!("{}", self.last_words());
         // The agent may be what failed.
-        if let Some(life) = &mut self.running {
+        if let Some(life) = self.running.as_mut().filter(|_| !self.frozen) {
             let ask = format!(
                 "{}\n",
                 hex(b"journalctl -b --no-pager -n 120; newel status --volume db; dmesg | tail -n 40")
