@@ -234,6 +234,31 @@ impl Host {
         self.machine.sh("mount /mnt/ext4 && mount /mnt/xfs");
     }
 
+    /// A volume that nobody serves holds up the start of a host for a while, not for ever.
+    fn start_what_is_away(&mut self) {
+        self.machine.put("/etc/newel/attach/away.conf", "DEVICE=/dev/nbd2\n");
+        self.machine.sh("systemctl start --no-block newel-attach@away");
+        let waits = self.machine.run("systemctl is-active newel-attach@away");
+        assert_eq!(waits.output, "activating\n");
+    }
+
+    fn check_what_is_away(&mut self) {
+        self.machine.until("systemctl is-active newel-attach@away", SOON);
+        self.machine.sh("test ! -e /sys/block/nbd2/pid && systemctl stop newel-attach@away");
+    }
+
+    /// The field's client with the flags that the documentation names; nothing is mounted.
+    fn attached_by_nbd_client(&mut self) {
+        self.machine.sh("nbd-client -N db -u /run/newel/db.sock /dev/nbd1 -b 4096");
+        self.machine.until("test -e /dev/nbd1p1", SOON);
+        let write = "dd if=/dev/urandom of=/mnt/ext4/by-nbd-client bs=1M count=4 conv=fsync status=none";
+        let sum = "sha256sum </mnt/ext4/by-nbd-client";
+        let written = self.machine.sh(&format!("mount /dev/nbd1p1 /mnt/ext4 && {write} && {sum}"));
+        self.machine.sh("umount /mnt/ext4 && mount /dev/nbd1p1 /mnt/ext4");
+        assert_eq!(self.machine.sh(sum), written);
+        self.machine.sh("umount /mnt/ext4 && e2fsck -fn /dev/nbd1p1 && nbd-client -d /dev/nbd1");
+    }
+
     /// The boot before this one ended in the right order, without a wait for anybody.
     fn check_order_of_shutdown(&mut self) {
         let journal = self.machine.sh("journalctl --boot=-1 --no-pager --output=short-monotonic _PID=1 | \
@@ -263,6 +288,7 @@ impl Host {
         self.machine.sh("umount /mnt/ext4 /mnt/xfs");
         self.machine.sh(&format!("systemctl stop {ATTACH}"));
         self.machine.sh("test ! -e /sys/block/nbd0/pid");
+        self.attached_by_nbd_client();
         self.machine.sh(&format!("systemctl stop {UPSTAIRS} 'newel-downstairs@*'"));
         let mut digests = Vec::new();
         for replica in 0..REPLICAS {
@@ -290,6 +316,7 @@ fn a_whole_life(test: &str) {
     let Some(mut host) = Host::new(test, Suite::Bookworm, "") else { return };
 
     host.refusals();
+    host.start_what_is_away();
     host.start_load();
     host.each_unit_restarted_and_killed();
 
@@ -301,6 +328,7 @@ fn a_whole_life(test: &str) {
     assert_eq!(FILE_SYSTEMS.map(|fs| host.safe(fs)), before, "a sync without an upstairs");
     host.machine.sh(&format!("systemctl start {UPSTAIRS}"));
     host.all_active();
+    host.check_what_is_away();
     host.upgraded();
     host.stop_load();
 

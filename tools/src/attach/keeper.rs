@@ -26,6 +26,8 @@ const RETRY_FIRST: Duration = Duration::from_millis(100);
 const RETRY_MAX: Duration = Duration::from_secs(1);
 /// Between two looks whether the device is still ours.
 const CHECK_EVERY: Duration = Duration::from_secs(1);
+/// How long the start of a host, which waits for the unit, is held up by a volume that is away.
+const START_WAITS: Duration = Duration::from_secs(90);
 /// For udev to make the device's node.
 const THERE_WITHIN: Duration = Duration::from_secs(10);
 /// The smallest time the kernel's timers tell apart.
@@ -161,9 +163,22 @@ impl Loss {
     }
 }
 
+/// Tells systemd that the unit has started if what it waits for takes long: other mounts, and people who log in, wait for that.
+async fn let_start_go_on<T>(plan: &Plan, waited_for: impl Future<Output = T>) -> T {
+    tokio::pin!(waited_for);
+    tokio::select! {
+        biased;
+        done = &mut waited_for => return done,
+        () = tokio::time::sleep(START_WAITS) => {}
+    }
+    say(&format!("{} still waits for {}; the start of this host no longer does", plan.device, plan.address));
+    tell(&[sd_notify::NotifyState::Ready, sd_notify::NotifyState::Status("waiting for the upstairs")]);
+    waited_for.await
+}
+
 /// Waits for the upstairs and hands its connections to the kernel as a new device.
 async fn attach(plan: &Plan, kernel: &mut Kernel, patience: Option<Duration>) -> Result<()> {
-    let waited_for = wait_for_upstairs(plan);
+    let waited_for = let_start_go_on(plan, wait_for_upstairs(plan));
     let (connections, export) = match patience {
         None => waited_for.await?,
         Some(patience) => match tokio::time::timeout(patience, waited_for).await {
