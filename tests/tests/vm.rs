@@ -238,8 +238,7 @@ impl Host {
     fn start_what_is_away(&mut self) {
         self.machine.put("/etc/newel/attach/away.conf", "DEVICE=/dev/nbd2\n");
         self.machine.sh("systemctl start --no-block newel-attach@away");
-        let waits = self.machine.run("systemctl is-active newel-attach@away");
-        assert_eq!(waits.output, "activating\n");
+        self.machine.until("test $(systemctl is-active newel-attach@away) = activating", SOON);
     }
 
     fn check_what_is_away(&mut self) {
