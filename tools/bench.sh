@@ -5,11 +5,11 @@
 # native aio, over unix sockets; all replicas are asked for every read and two must agree. Newel asks all replicas too.
 # Both are filled alike, and the repetitions alternate between them, so that a neighbour's load hits both.
 #
-# usage: tools/bench.sh [-g | -p] [-r REPETITIONS] [-t SECONDS] [-j "JOB ..."] [-o DIR]
+# usage: tools/bench.sh [-g | -m] [-r REPETITIONS] [-t SECONDS] [-j "JOB ..."] [-o DIR]
 #
 #   -g  only the jobs that Newel has goals for, and what was reached of each; three replicas on one disk can't write more than
 #       a third of what it takes
-#   -p  with the page cache on both sides: replicas of Newel run with cache = "page", those of the peer are nbdkit's file plugin
+#   -m  with the page cache on both sides: replicas of Newel run with cache = "page", those of the peer are nbdkit's file plugin
 #       (needs nbdkit); random reads, and the goal for them
 #   -r  of each job (5), the medians are printed     -t  for each run (3)
 #   -j  of rw4k-q1 rw4k-q32 rr4k-q1 rr4k-q32 sw1m-q8 sr1m-q8 fs4k-q1 (all)
@@ -20,9 +20,9 @@ set -euo pipefail
 
 REPS=5 TIME=3 OUT=$ROOT/results/bench GOALS='' PAGE=''
 JOBS='rw4k-q1 rw4k-q32 rr4k-q1 rr4k-q32 sw1m-q8 sr1m-q8 fs4k-q1'
-while getopts 'gpr:t:j:o:h' option; do
+while getopts 'gmr:t:j:o:h' option; do
   case $option in
-    g) GOALS=1 JOBS='rw4k-q32 sw1m-q8 fs4k-q1' ;; p) PAGE=1 JOBS='rr4k-q32' ;;
+    g) GOALS=1 JOBS='rw4k-q32 sw1m-q8 fs4k-q1' ;; m) PAGE=1 JOBS='rr4k-q32' ;;
     r) REPS=$OPTARG ;; t) TIME=$OPTARG ;; j) JOBS=$OPTARG ;; o) OUT=$OPTARG ;;
     *) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p}' "$0"; exit 2 ;;
   esac
