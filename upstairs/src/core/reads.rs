@@ -87,10 +87,11 @@ impl Core {
         let Some(change) = self.throttle.take_change() else { return };
         let now = self.now;
         match change {
-            Change::Began { fastest, slowest, lead } => {
+            Change::Began { fastest, slowest, lead, seen } => {
+                let answers = if seen { "answers" } else { "is about to answer" };
                 let slow = self.replica(slowest);
                 let cause = format!(
-                    "replica {fastest} answers reads {} ms before replica {slowest}, which owes {} jobs ({} bytes)",
+                    "replica {fastest} {answers} reads {} ms before replica {slowest}, which owes {} jobs ({} bytes)",
                     lead.as_millis(),
                     slow.queue_jobs,
                     slow.queue_bytes

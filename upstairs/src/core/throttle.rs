@@ -13,30 +13,30 @@
 //! - A replica that joins or leaves clears every estimate, and whatever waits is sent.
 //!
 //! The lead is the difference of smoothed reply times over reads that all Active replicas answered, each counted from when
-//! it was sent there: so jitter and replies out of order cancel out, and a delay does not hide the lead that it is for. An estimate without
-//! new samples expires.
+//! it was sent there: so jitter and replies out of order cancel out, and a delay does not hide the lead that it is for. A slow replica's
+//! replies tell of its backlog only when they come. So throttling also begins once a replica, while it answers, has far more to read than
+//! the others, and while it lasts a reply time is at least what reads have waited by now.
 //!
-//! Whether reads wait *at* a replica (a backlog) or merely take long there (latency, which no gate can mend) can't be seen while many
-//! are under way. So now and then, while the gate would close, the replica is left with one or two reads: what those take is latency.
-//!
-//! Left to others: sending (`replies`, `requests`), and a replica that falls behind for good (`links`).
+//! Left to others: what is known of each replica (`watch`), the reads that are kept back (`waiting`), sending (`replies`, `requests`), and
+//! a replica that falls behind for good (`links`).
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use newel_protocol::JobId;
 
 use super::api::{ReplicaId, ReplicaSet, Time};
 use super::config::ThrottleConfig;
-use super::meter::Meter;
+use super::waiting::{Due, Waiting};
+use super::watch::{Watch, cost};
 
-/// What a read counts for beside its bytes: the work that every read is.
-const READ_COST: u64 = 8 << 10;
 /// The lead that is aimed at, over the limit: far enough above it not to flicker.
 const AIM: f64 = 1.25;
 /// Throttling begins once the lead has been above the limit for so long, or is twice that: on a busy host equal replicas, too,
 /// take turns in being late.
 const BEGIN_AFTER: Duration = Duration::from_millis(25);
+/// It also begins once a replica has reads for so many times the limit more than another one: far more than what piles up
+/// while an equal one is held up by its host for 50 ms.
+const FAR: u32 = 10;
 /// Throttling ends once the lead is below this part of the limit.
 const END: f64 = 0.8;
 /// And has been for so long.
@@ -47,26 +47,8 @@ const CLOSING_AIM: f64 = 0.5;
 const BUSY: Duration = Duration::from_millis(50);
 /// How long closing the gap may take.
 const CLOSING_MAX: Duration = Duration::from_millis(100);
-/// Smoothing of reply times: over this time, and over at least so many samples up and down.
-const SMOOTH: Duration = Duration::from_millis(20);
-const WEIGHT_UP_MAX: f64 = 1.0 / 8.0;
-const WEIGHT_DOWN_MAX: f64 = 1.0 / 4.0;
-/// A sample counts for at most so much more than the mean: one slow read is no slow replica.
-const SPIKE: Duration = Duration::from_millis(40);
-/// An estimate without samples is forgotten after this long, or twice its reply time.
-const EXPIRY: Duration = Duration::from_millis(250);
 /// How long a replica that has reads may say nothing, at least, before it is taken for stopped.
 const SILENCE: Duration = Duration::from_millis(100);
-/// What was found out about a replica's latency is found out anew after this long.
-const PROBE_EVERY: Duration = Duration::from_secs(5);
-/// How long a probe has an effect on reply times.
-const AFTER_PROBE: Duration = Duration::from_millis(100);
-/// Answers that a probe takes.
-const PROBE_SAMPLES: u32 = 2;
-/// A rate so much lower than at the last probe calls for another one.
-const SLOWER: f64 = 0.7;
-/// The backlog that latency excuses: this much more than what the latency needs, so that a rate can grow.
-const SLACK: f64 = 1.25;
 
 #[derive(Debug)]
 pub(super) struct Throttle {
@@ -84,54 +66,21 @@ pub(super) struct Throttle {
     low_since: Option<Time>,
     /// Since when it is above the limit.
     high_since: Option<Time>,
-    /// Reads that were sent to nobody yet, by number.
-    gated: VecDeque<Gated>,
-    /// Reads that some replicas get later, and when.
-    delayed: BTreeSet<(Time, JobId, ReplicaId)>,
-    waits: BTreeMap<JobId, [Option<Time>; ReplicaId::COUNT]>,
-    ready: VecDeque<(JobId, ReplicaSet)>,
+    waiting: Waiting,
     change: Option<Change>,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Gated {
-    job: JobId,
-    since: Time,
 }
 
 /// What an operator should hear of.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Change {
-    Began { fastest: ReplicaId, slowest: ReplicaId, lead: Duration },
+    /// The lead was `seen` in replies, or is that which the backlog of the slowest comes to.
+    Began {
+        fastest: ReplicaId,
+        slowest: ReplicaId,
+        lead: Duration,
+        seen: bool,
+    },
     Ended,
-}
-
-/// One replica's reads.
-#[derive(Debug, Default)]
-struct Watch {
-    meter: Meter,
-    /// Smoothed time from sending to reply, in seconds.
-    reply: Option<f64>,
-    sampled: Time,
-    latency: Option<Latency>,
-    probe: Option<Probe>,
-}
-
-/// What a read takes at a replica without a backlog.
-#[derive(Debug)]
-struct Latency {
-    took: Duration,
-    found: Time,
-    /// Cost per second, then.
-    rate: f64,
-}
-
-#[derive(Debug, Default)]
-struct Probe {
-    /// Since when it has only what the probe needs.
-    drained: Option<Time>,
-    samples: u32,
-    best: Duration,
 }
 
 /// When a read was sent to a replica and when the reply came.
@@ -154,102 +103,72 @@ impl Throttle {
             closing: None,
             low_since: None,
             high_since: None,
-            gated: VecDeque::new(),
-            delayed: BTreeSet::new(),
-            waits: BTreeMap::new(),
-            ready: VecDeque::new(),
+            waiting: Waiting::default(),
             change: None,
         }
     }
 
     /// True if reads need not be offered: they would all be sent at once.
     pub(super) fn is_idle(&self) -> bool {
-        !self.on && self.gated.is_empty() && self.delayed.is_empty() && self.ready.is_empty()
+        !self.on && self.waiting.is_empty()
     }
 
     /// A read for these replicas. `poll` says when it is sent to which.
     pub(super) fn offer(&mut self, now: Time, job: JobId, active: ReplicaSet) {
         self.active = active;
-        self.gated.push_back(Gated { job, since: now });
+        self.waiting.offer(now, job);
     }
 
     /// What is to be sent now. Each must be sent, or said to be `gone`, before the next is asked for.
     pub(super) fn poll(&mut self, now: Time) -> Option<(JobId, ReplicaSet)> {
-        if let Some(ready) = self.ready.pop_front() {
+        if let Some(ready) = self.waiting.poll(now) {
             return Some(ready);
         }
-        if let Some(&(due, job, replica)) = self.delayed.first()
-            && due <= now
-        {
-            self.delayed.pop_first();
-            if let Some(waits) = self.waits.get_mut(&job) {
-                waits[replica.index()] = None;
-                if waits.iter().all(Option::is_none) {
-                    self.waits.remove(&job);
-                }
-            }
-            return Some((job, ReplicaSet::only(replica)));
-        }
-        let next = *self.gated.front()?;
+        let next = self.waiting.at_gate()?;
         if now.since(next.since) < self.config.max_delay && !self.admits(now) {
             return None;
         }
-        if let Some(released) = self.ready.pop_front() {
+        if let Some(released) = self.waiting.poll(now) {
             return Some(released);
         }
-        self.gated.pop_front();
+        self.waiting.pass_gate();
         Some((next.job, self.delay_some(now, next.job)))
     }
 
     /// Notes when the replicas with a lead get this read, and tells those that get it now.
     fn delay_some(&mut self, now: Time, job: JobId) -> ReplicaSet {
         let mut at_once = self.active;
-        let mut waits = [None; ReplicaId::COUNT];
+        let mut due = Due::default();
         for replica in self.active.iter() {
             let delay = self.delay(now, replica);
             if !delay.is_zero() {
-                let due = now.after(delay);
                 at_once.remove(replica);
-                waits[replica.index()] = Some(due);
-                self.delayed.insert((due, job, replica));
+                due[replica.index()] = Some(now.after(delay));
             }
         }
-        if at_once != self.active {
-            self.waits.insert(job, waits);
-        }
+        self.waiting.delay(job, due);
         at_once
     }
 
     /// When `poll` may have something without any event before.
     pub(super) fn deadline(&self, now: Time) -> Option<Time> {
-        let due = self.delayed.first().map(|&(due, ..)| due);
-        let gate = self.gated.front().map(|next| {
+        let gate = self.waiting.at_gate().map(|next| {
             let silent = self.watched.iter().filter_map(|watch| watch.meter.silent_at(SILENCE));
             let silence = silent.filter(|&silent| silent > now).min();
             let patience = next.since.after(self.config.max_delay);
             silence.map_or(patience, |silence| silence.min(patience))
         });
-        due.into_iter().chain(gate).min()
+        self.waiting.next_due().into_iter().chain(gate).min()
     }
 
     /// True while the gate keeps this read back.
     pub(super) fn is_gated(&self, job: JobId) -> bool {
-        self.gated.binary_search_by_key(&job, |gated| gated.job).is_ok()
+        self.waiting.is_gated(job)
     }
 
     /// Forgets what this read waits for, and tells which replicas have not got it while others have.
     pub(super) fn take(&mut self, job: JobId) -> ReplicaSet {
-        let mut waited = ReplicaSet::EMPTY;
-        if let Ok(index) = self.gated.binary_search_by_key(&job, |gated| gated.job) {
-            self.gated.remove(index);
-        }
-        for (replica, due) in ReplicaId::ALL.into_iter().zip(self.waits.remove(&job).unwrap_or_default()) {
-            if let Some(due) = due {
-                self.delayed.remove(&(due, job, replica));
-                waited.insert(replica);
-            }
-        }
-        waited
+        self.waiting.take(job)
     }
 
     /// A read went to this replica.
@@ -259,18 +178,23 @@ impl Throttle {
 
     /// A read came back, whatever the result.
     pub(super) fn replied(&mut self, now: Time, sent: Time, replica: ReplicaId, bytes: usize) {
-        let watch = &mut self.watched[replica.index()];
-        watch.meter.done(now, cost(bytes));
-        let Some(probe) = &mut watch.probe else { return };
-        if probe.drained.is_some_and(|drained| sent >= drained) {
-            let took = now.since(sent);
-            probe.best = if probe.samples == 0 { took } else { probe.best.min(took) };
-            probe.samples += 1;
-            if probe.samples >= PROBE_SAMPLES {
-                let rate = watch.meter.rate().unwrap_or_default();
-                watch.latency = Some(Latency { took: probe.best, found: now, rate });
-                watch.probe = None;
-            }
+        self.watched[replica.index()].replied(now, sent, bytes);
+        if self.config.enabled && !self.on {
+            self.look_for_backlog(now, replica);
+        }
+    }
+
+    /// A backlog far above the limit needs no lead to be seen: that would come with the replies to the reads that are in it.
+    fn look_for_backlog(&mut self, now: Time, replica: ReplicaId) {
+        let meter = &self.watched[replica.index()].meter;
+        let Some(wait) = meter.wait().filter(|_| meter.jobs() >= self.backlog_jobs_min) else { return };
+        let others = self.active.iter().filter_map(|id| self.watched[id.index()].meter.wait()).min();
+        let lead = wait.saturating_sub(others.unwrap_or_default());
+        if lead <= self.config.lead * FAR || !meter.grows(now) {
+            return;
+        }
+        if let Some((fastest, slowest)) = self.extremes(now).filter(|&(_, slowest)| slowest == replica) {
+            self.begin(now, Change::Began { fastest, slowest, lead, seen: false });
         }
     }
 
@@ -317,11 +241,15 @@ impl Throttle {
         }
         let meter = &self.watched[slowest.index()].meter;
         // One that is catching up by itself, as after a pause, needs no help.
-        if meter.jobs() >= self.backlog_jobs_min && meter.falls_behind() {
-            self.on = true;
-            self.since = now;
-            self.change = Some(Change::Began { fastest, slowest, lead });
+        if meter.jobs() >= self.backlog_jobs_min && meter.grows(now) {
+            self.begin(now, Change::Began { fastest, slowest, lead, seen: true });
         }
+    }
+
+    fn begin(&mut self, now: Time, change: Change) {
+        self.on = true;
+        self.since = now;
+        self.change = Some(change);
     }
 
     /// Where the slowest has become as fast as the fastest, a lead would stay as it is, and reads would be held for nothing. Then both
@@ -367,23 +295,15 @@ impl Throttle {
         self.active = ReplicaSet::EMPTY;
     }
 
-    /// Everything that waits is to be sent; the sender leaves out whoever is gone.
     fn release(&mut self) {
-        let all: ReplicaSet = ReplicaId::ALL.into_iter().collect();
-        for (job, waits) in std::mem::take(&mut self.waits) {
-            self.ready.push_back((job, all.iter().filter(|id| waits[id.index()].is_some()).collect()));
-        }
-        self.delayed.clear();
-        self.ready.extend(self.gated.drain(..).map(|gated| (gated.job, all)));
-        for watch in &mut self.watched {
-            watch.probe = None;
-        }
+        self.waiting.release();
+        self.watched.iter_mut().for_each(Watch::end_probe);
     }
 
     /// All jobs get new numbers and are sent again by somebody else.
     pub(super) fn forget_all(&mut self) {
         self.clear(None);
-        self.ready.clear();
+        self.waiting.forget();
     }
 
     /// True unless some slow replica has enough to read.
@@ -392,13 +312,14 @@ impl Throttle {
             self.end();
         }
         let Some((fastest, _)) = self.extremes(now).filter(|_| self.on) else { return true };
-        let fast = self.watched[fastest.index()].reply_time().unwrap_or_default();
+        let lead_min = self.config.lead.mul_f64(END).as_secs_f64();
+        let slow = self.estimate(now, fastest).unwrap_or_default() + lead_min;
         let enough = self.config.lead.mul_f64(AIM);
         for replica in self.active.iter() {
-            let watch = &mut self.watched[replica.index()];
-            if watch.reply_time().is_none_or(|reply| reply < fast + self.config.lead.mul_f64(END)) {
+            if self.estimate(now, replica).is_none_or(|reply| reply < slow) {
                 continue;
             }
+            let watch = &mut self.watched[replica.index()];
             if watch.meter.silent_at(SILENCE).is_some_and(|silent| now >= silent) {
                 // Stopped: it says nothing about reads, and leaves by its age or its silence.
                 watch.forget();
@@ -412,9 +333,15 @@ impl Throttle {
         true
     }
 
+    /// What a read takes at this replica, in seconds.
+    fn estimate(&self, now: Time, replica: ReplicaId) -> Option<f64> {
+        let watch = &self.watched[replica.index()];
+        if self.on { watch.expected(now) } else { watch.fresh(now) }
+    }
+
     /// The fastest and the slowest of the Active replicas, while both are known.
     fn extremes(&self, now: Time) -> Option<(ReplicaId, ReplicaId)> {
-        let known = || self.active.iter().filter_map(|id| Some((self.watched[id.index()].fresh(now)?, id)));
+        let known = || self.active.iter().filter_map(|id| Some((self.estimate(now, id)?, id)));
         let fastest = known().min_by(|a, b| a.0.total_cmp(&b.0))?.1;
         let slowest = known().max_by(|a, b| a.0.total_cmp(&b.0))?.1;
         (fastest != slowest).then_some((fastest, slowest))
@@ -423,8 +350,7 @@ impl Throttle {
     /// By how much this replica answers reads before the slowest, from when each was sent.
     pub(super) fn lead(&self, now: Time, replica: ReplicaId) -> Option<Duration> {
         let (_, slowest) = self.extremes(now)?;
-        let own = self.watched[replica.index()].fresh(now)?;
-        let lead = self.watched[slowest.index()].fresh(now)? - own;
+        let lead = self.estimate(now, slowest)? - self.estimate(now, replica)?;
         Some(Duration::from_secs_f64(lead.max(0.0)))
     }
 
@@ -450,11 +376,11 @@ impl Throttle {
 
     /// Since when the oldest read waits at the gate.
     pub(super) fn gated_for(&self, now: Time) -> Duration {
-        self.gated.front().map_or(Duration::ZERO, |gated| now.since(gated.since))
+        self.waiting.gated_for(now)
     }
 
     pub(super) fn gated(&self) -> usize {
-        self.gated.len()
+        self.waiting.gated()
     }
 
     pub(super) fn is_on(&self) -> bool {
@@ -465,81 +391,4 @@ impl Throttle {
     pub(super) fn take_change(&mut self) -> Option<Change> {
         self.change.take()
     }
-}
-
-impl Watch {
-    fn record(&mut self, now: Time, took: Duration) {
-        let took = took.as_secs_f64();
-        let old = self.reply.unwrap_or(0.0);
-        let sample = took.min(old + SPIKE.as_secs_f64());
-        let most = if sample > old { WEIGHT_UP_MAX } else { WEIGHT_DOWN_MAX };
-        let since = now.since(self.sampled).as_secs_f64();
-        let weight = (since / (since + SMOOTH.as_secs_f64())).min(most);
-        self.reply = Some(old + (sample - old) * weight);
-        self.sampled = now;
-    }
-
-    fn reply_time(&self) -> Option<Duration> {
-        self.reply.map(Duration::from_secs_f64)
-    }
-
-    /// The smoothed reply time in seconds, unless it is too old to say anything.
-    fn fresh(&self, now: Time) -> Option<f64> {
-        let reply = self.reply?;
-        let expiry = EXPIRY.max(Duration::from_secs_f64(reply * 2.0));
-        (now.since(self.sampled) < expiry).then_some(reply)
-    }
-
-    /// True unless it has enough to read, and more than its latency needs.
-    fn admits(&mut self, now: Time, enough: Duration) -> bool {
-        if let Some(probe) = &mut self.probe {
-            let few = self.meter.jobs() <= 1;
-            if few && probe.drained.is_none() {
-                probe.drained = Some(now);
-            }
-            return few;
-        }
-        // One at work and one to follow it, whatever they take.
-        let Some(wait) = self.meter.wait().filter(|_| self.meter.jobs() > 1) else { return true };
-        if wait <= enough {
-            return true;
-        }
-        match &self.latency {
-            Some(latency) if latency.holds(now, enough, &self.meter) => {
-                wait <= (latency.took + enough).max(latency.took.mul_f64(SLACK))
-            }
-            Some(_) | None => {
-                self.probe = Some(Probe::default());
-                false
-            }
-        }
-    }
-
-    fn was_probed(&self, now: Time) -> bool {
-        let lately = |latency: &Latency| now.since(latency.found) < AFTER_PROBE;
-        self.probe.is_some() || self.latency.as_ref().is_some_and(lately)
-    }
-
-    fn forget(&mut self) {
-        self.reply = None;
-        self.latency = None;
-        self.probe = None;
-        self.meter.forget();
-    }
-}
-
-impl Latency {
-    /// True unless it may be another one by now.
-    fn holds(&self, now: Time, enough: Duration, meter: &Meter) -> bool {
-        if self.took > enough {
-            // It excuses a longer queue, so it is looked at again.
-            return now.since(self.found) < PROBE_EVERY;
-        }
-        // A gate that is too narrow for the latency lowers the rate.
-        now.since(self.found) < PROBE_EVERY || meter.rate().is_none_or(|rate| rate > self.rate * SLOWER)
-    }
-}
-
-fn cost(bytes: usize) -> u64 {
-    bytes as u64 + READ_COST
 }
