@@ -5,7 +5,7 @@
 # native aio, over unix sockets; all replicas are asked for every read and two must agree. Newel asks all replicas too.
 # Both are filled alike, and the repetitions alternate between them, so that a neighbour's load hits both.
 #
-# usage: tools/bench.sh [-g | -m] [-r REPETITIONS] [-t SECONDS] [-j "JOB ..."] [-o DIR]
+# usage: tools/bench.sh [-g | -m] [-r REPETITIONS] [-t SECONDS] [-j "JOB ..."] [-c LINE] [-p quorum|fifo] [-o DIR]
 #
 #   -g  only the jobs that Newel has goals for, and what was reached of each; three replicas on one disk can't write more than
 #       a third of what it takes
@@ -13,20 +13,23 @@
 #       (needs nbdkit); random reads, and the goal for them
 #   -r  of each job (5), the medians are printed     -t  for each run (3)
 #   -j  of rw4k-q1 rw4k-q32 rr4k-q1 rr4k-q32 sw1m-q8 sr1m-q8 fs4k-q1 (all)
+#   -c  a line for the upstairs' configuration: 'read_policy = "witness"'
+#   -p  what the peer reads: of a quorum (quorum), or one replica alone, unchecked (fifo)
 #   -o  where every fio report and results.tsv are kept (results/bench)
 # Needs fio with its NBD engine, qemu-nbd and jq. Build first: cargo build --release.
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 
-REPS=5 TIME=3 OUT=$ROOT/results/bench GOALS='' PAGE=''
+REPS=5 TIME=3 OUT=$ROOT/results/bench GOALS='' PAGE='' LINE='' PATTERN=quorum
 JOBS='rw4k-q1 rw4k-q32 rr4k-q1 rr4k-q32 sw1m-q8 sr1m-q8 fs4k-q1'
-while getopts 'gmr:t:j:o:h' option; do
+while getopts 'gmr:t:j:c:p:o:h' option; do
   case $option in
     g) GOALS=1 JOBS='rw4k-q32 sw1m-q8 fs4k-q1' ;; m) PAGE=1 JOBS='rr4k-q32' ;;
-    r) REPS=$OPTARG ;; t) TIME=$OPTARG ;; j) JOBS=$OPTARG ;; o) OUT=$OPTARG ;;
+    r) REPS=$OPTARG ;; t) TIME=$OPTARG ;; j) JOBS=$OPTARG ;; c) LINE=$OPTARG ;; p) PATTERN=$OPTARG ;; o) OUT=$OPTARG ;;
     *) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p}' "$0"; exit 2 ;;
   esac
 done
+case $PATTERN in quorum | fifo) ;; *) die "-p is quorum or fifo" ;; esac
 need fio qemu-nbd jq
 [ -z "$PAGE" ] || need nbdkit
 mkdir -p "$OUT"
@@ -41,7 +44,7 @@ trap cleanup EXIT
 
 # --- the targets --------------------------------------------------------------------------------
 peer_start() {
-  local replica options=driver=quorum,vote-threshold=2,read-pattern=quorum
+  local replica options=driver=quorum,vote-threshold=2,read-pattern=$PATTERN
   for replica in 0 1 2; do
     fallocate -l 1G "$WORK/peer-$replica.img"
     if [ -n "$PAGE" ]; then
@@ -123,8 +126,10 @@ fill() { # TARGET: what is read is written first
     die "cannot read $1: $(cat "$WORK/fill")"
 }
 
+echo "$LINE" >"$WORK/upstairs.toml"
 echo "cache = \"$([ -z "$PAGE" ] && echo none || echo page)\"" >"$WORK/downstairs.toml"
-volume_start "$WORK/newel" --size 1G --prealloc full --no-restart --log warn --downstairs-config "$WORK/downstairs.toml"
+volume_start "$WORK/newel" --size 1G --prealloc full --no-restart --log warn --upstairs-config "$WORK/upstairs.toml" \
+  --downstairs-config "$WORK/downstairs.toml"
 NEWEL_URI=$URI
 peer_start
 fallocate -l 1G "$WORK/disk.img"

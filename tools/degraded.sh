@@ -3,21 +3,22 @@
 # the throughput, the slowest I/O, the longest time without any completion, and the errors before, during and after.
 #
 # usage: tools/degraded.sh [-f stop|kill] [-n REPLICA] [-j write|read|mix] [-q DEPTH] [-r IOPS]
-#                          [-w SECONDS] [-d SECONDS] [-a SECONDS] [DIR]
+#                          [-w SECONDS] [-d SECONDS] [-a SECONDS] [-c LINE] [DIR]
 #
 #   DIR      of a running `newel up`; without it a volume of its own is made below target/ and removed again
 #   -f       stop: SIGSTOP, and SIGCONT after -d seconds (default); kill: SIGKILL, `newel up` starts it again
 #   -r       offered load (default: as fast as it goes)
+#   -c       a line for the upstairs' configuration, without DIR: 'read_policy = "witness"'
 #   -w -d -a seconds before the fault (3), during (5) and after (6)
 # Needs fio with its NBD engine, and jq.
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 
-FAULT=stop REPLICA=1 MODE=write DEPTH=16 RATE='' WARM=3 DURING=5 AFTER=6
-while getopts 'f:n:j:q:r:w:d:a:h' option; do
+FAULT=stop REPLICA=1 MODE=write DEPTH=16 RATE='' WARM=3 DURING=5 AFTER=6 LINE=''
+while getopts 'f:n:j:q:r:w:d:a:c:h' option; do
   case $option in
     f) FAULT=$OPTARG ;; n) REPLICA=$OPTARG ;; j) MODE=$OPTARG ;; q) DEPTH=$OPTARG ;; r) RATE=$OPTARG ;;
-    w) WARM=$OPTARG ;; d) DURING=$OPTARG ;; a) AFTER=$OPTARG ;;
+    w) WARM=$OPTARG ;; d) DURING=$OPTARG ;; a) AFTER=$OPTARG ;; c) LINE=$OPTARG ;;
     *) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p}' "$0"; exit 2 ;;
   esac
 done
@@ -49,7 +50,8 @@ if [ $# -gt 0 ]; then
   esac
 else
   DIR=$WORK/volume
-  volume_start "$DIR" --size 1G --log warn
+  echo "$LINE" >"$WORK/config"
+  volume_start "$DIR" --size 1G --log warn --upstairs-config "$WORK/config"
   fio --name=fill --ioengine=nbd "--uri=$URI" --thread --rw=write --bs=1m --iodepth=8 --size=1g --end_fsync=1 >"$WORK/fill.out"
 fi
 

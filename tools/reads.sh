@@ -2,17 +2,18 @@
 # What each way to read costs and what a slow replica does to it: fan-out with and without the throttle, fan-out with
 # cancelled reads, and witnessed reads; first with equal replicas, then with one at fault. All in one run, in turns; medians.
 #
-# usage: tools/reads.sh [-n REPETITIONS] [-t SECONDS] [-f FAULTS] [-z SIZE]
+# usage: tools/reads.sh [-n REPETITIONS] [-t SECONDS] [-f FAULTS] [-z SIZE] [-w "WAY ..."]
 #
+#   -w       of off fanout cancel witness (all); off is fan-out without the throttle
 #   -f       what one replica suffers (default read-delay=20ms), as in `newel fault`
 # Needs fio with its NBD engine, and jq.
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 
-REPETITIONS=3 RUNTIME=2 FAULTS=read-delay=20ms SIZE=256M
-while getopts 'n:t:f:z:h' option; do
+REPETITIONS=3 RUNTIME=2 FAULTS=read-delay=20ms SIZE=256M WAYS='off fanout cancel witness'
+while getopts 'n:t:f:z:w:h' option; do
   case $option in
-    n) REPETITIONS=$OPTARG ;; t) RUNTIME=$OPTARG ;; f) FAULTS=$OPTARG ;; z) SIZE=$OPTARG ;;
+    n) REPETITIONS=$OPTARG ;; t) RUNTIME=$OPTARG ;; f) FAULTS=$OPTARG ;; z) SIZE=$OPTARG ;; w) WAYS=$OPTARG ;;
     *) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p}' "$0"; exit 2 ;;
   esac
 done
@@ -43,7 +44,6 @@ config() { # WAY
   esac
 }
 
-WAYS='off fanout cancel witness'
 volume_start "$WORK/volume" --size "$SIZE" --log warn
 fio --name=fill --ioengine=nbd "--uri=$URI" --thread --rw=write --bs=1m --iodepth=8 "--size=$SIZE" --end_fsync=1 \
   >"$WORK/fill.out"

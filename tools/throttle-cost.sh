@@ -51,7 +51,7 @@ bytes_per_second() { # BS RW DEPTH LOOKS : of a run on the volume that is up
 }
 
 held() { # LOOKS : of all looks, those at which a read was held back; the last one may be cut short
-  sed '$d' "$1" | jq -rs '[map(select(.reads.waiting > 0 or any(.replicas[]; .read_delay_us > 0))) | length, length] | @tsv'
+  sed '$d' "$1" | jq -rs '[(map(select(.reads.waiting > 0 or any(.replicas[]; .read_delay_us > 0))) | length), length] | @tsv'
 }
 
 JOBS='4k:randread:32 1m:read:8'
