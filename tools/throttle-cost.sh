@@ -5,7 +5,7 @@
 # usage: tools/throttle-cost.sh [-n PAIRS] [-t SECONDS] [-f FAULTS] [-d DIR] [-o DIR]
 #
 #   -n  pairs of each job (7)         -t  for each run (2)
-#   -f  what all three replicas suffer alike, as in `newel fault`: jitter=1..10ms
+#   -f  what all three replicas suffer alike, as in `newel fault`: jitter=1..10ms, or bandwidth=50M to leave CPU to spare
 #   -d  where the volume is made (/dev/shm). Three replicas on one disk are not equal: it serves them in turns
 #   -o  where each pair is kept (results/throttle-cost); those of earlier runs count, so that a long measurement can be made in pieces
 # Needs fio with its NBD engine, curl, and jq.
@@ -65,7 +65,9 @@ for pair in $(seq "$PAIRS"); do
   for enabled in $order; do
     printf '[throttle]\nenabled = %s\n' "$enabled" >"$WORK/config"
     volume_start "$WORK/volume" --log warn --upstairs-config "$WORK/config"
-    [ -z "$FAULTS" ] || "$BIN/newel" fault --dir "$WORK/volume" "$FAULTS" >/dev/null
+    if [ -n "$FAULTS" ]; then
+      for replica in 0 1 2; do "$BIN/newel" fault --dir "$WORK/volume" --replica "$replica" "$FAULTS" >/dev/null; done
+    fi
     for job in $JOBS; do
       IFS=: read -r size kind depth <<<"$job"
       bytes_per_second "$size" "$kind" "$depth" "$WORK/looks.$size.$enabled" >"$WORK/rate.$size.$enabled"
