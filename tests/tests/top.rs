@@ -27,10 +27,10 @@ fn a_terminal_is_given_back_whatever_ends_it() {
     }
     let mut volume = Volume::small();
     volume.await_all_active();
-    // A terminal of no size, as it has one without a person, shows nothing.
+    // A terminal of no size, as it has one without a person, shows nothing. And this test may run under nohup.
     let newel = program("newel");
     let top = format!(
-        "stty rows 40 cols 120; exec {} top --every 100ms --dir {}",
+        "stty rows 40 cols 120; exec env --default-signal=HUP {} top --every 100ms --dir {}",
         newel.display(),
         volume.dir().display()
     );
