@@ -254,7 +254,7 @@ impl Bench {
                 } else {
                     DiskOp::Read { range, mode: ReadMode::Data }
                 };
-                commands.push(DiskCommand { op: OpId(self.sequence), kind });
+                commands.push(DiskCommand { op: OpId(self.sequence), job: None, kind });
                 in_flight += 1;
             }
             if in_flight == 0 {
@@ -272,7 +272,7 @@ impl Bench {
                 done.result?;
                 if flush && done.op != FLUSH {
                     let mark = Some(Version::new(Generation(1), self.sequence));
-                    commands.push(DiskCommand { op: FLUSH, kind: DiskOp::Flush { mark } });
+                    commands.push(DiskCommand { op: FLUSH, job: None, kind: DiskOp::Flush { mark } });
                     continue;
                 }
                 in_flight -= 1;

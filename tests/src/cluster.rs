@@ -23,6 +23,7 @@ use uuid::Uuid;
 
 use crate::command::{Ran, Running, path, program, run, temp_dir};
 use crate::nbd::{Address, Client};
+use crate::starved_disk::StarvedDisk;
 use crate::volume::{RECOVERY_MAX, REPLICAS, as_pid, check_region};
 use crate::wait;
 
@@ -107,6 +108,24 @@ impl Cluster {
     #[track_caller]
     pub fn small() -> Self {
         Self::start(Options::default())
+    }
+
+    /// 64 MiB of which the region of one replica lies on a disk that can be starved, with all that it needs of space and of the activity
+    /// log.
+    #[track_caller]
+    pub fn on_a_disk(disk: &StarvedDisk, replica: usize, config: &'static str) -> Self {
+        const EXTENTS: u64 = 16;
+        const EXTENT_BYTES: u64 = 4 << 20;
+        let mut replicas: [Place; REPLICAS] = Default::default();
+        replicas[replica].region = Some(disk.path().join("region"));
+        let cluster = Self::start(Options { size: "64M", config, replicas, ..Options::default() });
+        let mut client = cluster.connect();
+        for extent in 0..EXTENTS {
+            for block in 0..64 {
+                client.write(extent * EXTENT_BYTES + block * 4096, &[2; 4096]);
+            }
+        }
+        cluster
     }
 
     /// The regions of a new volume; nothing runs.

@@ -8,7 +8,7 @@
 use std::process::Command as Program;
 use std::time::Duration;
 
-use newel_tests::cluster::{Cluster, Options, Place, Role};
+use newel_tests::cluster::{Cluster, Options, Role};
 use newel_tests::command::{program, run};
 use newel_tests::load::Load;
 use newel_tests::lock::Heavy;
@@ -16,7 +16,6 @@ use newel_tests::metrics::Metrics;
 use newel_tests::nbd::{Client, Command};
 use newel_tests::network::{End, Network};
 use newel_tests::starved_disk::StarvedDisk;
-use newel_tests::volume::REPLICAS;
 use newel_tests::wait;
 use newel_upstairs::core::slow::SlowIo;
 use rustix::process::Signal;
@@ -139,28 +138,12 @@ fn a_slow_device_is_named_and_the_guest_did_not_wait_for_it() {
     cluster.stop_and_check();
 }
 
-/// A cluster whose culprit lies on a disk that can be starved.
-fn on_a_disk(disk: &StarvedDisk) -> Cluster {
-    let mut replicas: [Place; REPLICAS] = Default::default();
-    replicas[CULPRIT].region = Some(disk.path().join("region"));
-    let cluster =
-        Cluster::start(Options { size: "64M", config: LOW_THRESHOLD, replicas, ..Options::default() });
-    // Every extent is in the activity log, and its space is there.
-    let mut client = cluster.connect();
-    for extent in 0..16 {
-        for block in 0..64 {
-            client.write((extent * 1024 + block) * BLOCK, &[2; 4096]);
-        }
-    }
-    cluster
-}
-
 #[test]
 fn queue_submit_and_device_of_one_disk_are_told_apart() {
     let test = "queue_submit_and_device_of_one_disk_are_told_apart";
     let _heavy = Heavy::take();
     let Some(disk) = StarvedDisk::make(test) else { return };
-    let mut cluster = on_a_disk(&disk);
+    let mut cluster = Cluster::on_a_disk(&disk, CULPRIT, LOW_THRESHOLD);
     let mut client = cluster.connect();
     // Distinct blocks, far apart, so that none is merged with another.
     let spread = |number: u64| (number % 16) * 1024 + number / 16 * 2;

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Tells of slow requests of the devices below a region, lower devices included, with the stage at fault. See outliers.bt.
 #
+# Names the job of each request, too, if a newel-downstairs is using the file: the number in `newel slow`, /slow and the slow log.
+#
 # usage: tools/trace/outliers.sh [-m MILLISECONDS] [-l] PATH     (as root)
 #   PATH  a region, any other file, or a block device
 #   -m    what counts as slow (default 100)
@@ -76,5 +78,20 @@ done
 command -v bpftrace >/dev/null || die "bpftrace is not installed: apt-get install bpftrace"
 [ -e /sys/kernel/tracing/events/block ] || [ -e /sys/kernel/debug/tracing/events/block ] ||
   mount -t tracefs tracefs /sys/kernel/tracing || die "this kernel has no tracepoints of block devices"
+
+# The newel-downstairs that has the file open, if any.
+program_of() { # PATH -> its program, by /proc, which is right in a container, too, and after an upgrade
+  local fd
+  # Processes come and go meanwhile.
+  { find -L /proc/[0-9]*/fd -maxdepth 1 -samefile "$1" 2>/dev/null || true; } | while read -r fd; do
+    [[ $(readlink "${fd%/fd/*}/exe") != */newel-downstairs* ]] || { echo "${fd%/fd/*}/exe"; break; }
+  done
+}
+text=$(cat "$HERE/outliers.bt")
+program=$(program_of "$1")
+if [ -n "$program" ] && bpftrace -l "usdt:$program:newel_downstairs:*" 2>/dev/null | grep -q submit-start; then
+  echo "with the jobs of newel-downstairs"
+  text+=$(sed "s|BINARY|$program|" "$HERE/submits.bt")
+fi
 # As many requests as may be under way in the whole stack.
-BPFTRACE_MAP_KEYS_MAX=${BPFTRACE_MAP_KEYS_MAX:-65536} exec bpftrace -B line "$HERE/outliers.bt" "$milliseconds" "${arguments[@]}"
+BPFTRACE_MAP_KEYS_MAX=${BPFTRACE_MAP_KEYS_MAX:-65536} exec bpftrace -B line -e "$text" "$milliseconds" "${arguments[@]}"

@@ -4,7 +4,7 @@
 
 use bytes::Bytes;
 use newel_protocol::wire::{Membership, ReadMode, Reply, Request, StageTimes, StoredBlock, ZeroMode};
-use newel_protocol::{BlockRange, BlockState, ExtentId, Generation, Version};
+use newel_protocol::{BlockRange, BlockState, ExtentId, Generation, JobId, Version};
 use thiserror::Error;
 use uuid::Uuid;
 
@@ -80,6 +80,8 @@ pub enum Action {
 #[derive(Debug)]
 pub struct DiskCommand {
     pub op: OpId,
+    /// The upstairs' job that it is for; of several, the last. For those that follow what happens to it.
+    pub job: Option<JobId>,
     pub kind: DiskOp,
 }
 

@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 
 use bytes::Bytes;
 use newel_protocol::wire::{Membership, Reply, StageTimes};
-use newel_protocol::{ExtentId, Generation, Version};
+use newel_protocol::{ExtentId, Generation, JobId, Version};
 
 use super::Core;
 use super::api::{
@@ -54,9 +54,13 @@ impl Core {
     }
 
     pub(super) fn start_task(&mut self, task: Task, kind: DiskOp) {
+        self.start_task_for(None, task, kind);
+    }
+
+    fn start_task_for(&mut self, job: Option<JobId>, task: Task, kind: DiskOp) {
         let op = self.op_id(NOT_A_JOB);
         self.internal.tasks.push((op, task));
-        self.actions.push_back(Action::Disk(DiskCommand { op, kind }));
+        self.actions.push_back(Action::Disk(DiskCommand { op, job, kind }));
     }
 
     pub(super) fn disk_done(&mut self, done: DiskDone) {
@@ -118,7 +122,7 @@ impl Core {
         let Some(highest) = self.flusher.start(self.activity.wants_flush()) else { return };
         let mark = highest.map(|job| Version::new(self.generation(), job.0));
         self.activity.flush_began();
-        self.start_task(Task::Flush { sent: self.now }, DiskOp::Flush { mark });
+        self.start_task_for(highest, Task::Flush { sent: self.now }, DiskOp::Flush { mark });
     }
 
     fn flush_done(&mut self, sent: Time, mut times: StageTimes) {

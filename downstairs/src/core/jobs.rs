@@ -336,12 +336,13 @@ impl Core {
         job.at_disk = Some(op);
         job.sent = now;
         let read = if let Kind::Read(id) = job.kind { Some(id) } else { None };
+        let job = if let Kind::Change { job, .. } = job.kind { Some(job) } else { read };
         self.jobs.at_disk += 1;
         if let Some(id) = read {
             self.jobs.reads_at_disk += 1;
             self.jobs.forget_cancellable(id, slot);
         }
-        self.actions.push_back(Action::Disk(DiskCommand { op, kind }));
+        self.actions.push_back(Action::Disk(DiskCommand { op, job, kind }));
     }
 
     /// Drops a read that isn't at the disk; anything else goes on.

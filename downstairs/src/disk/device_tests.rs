@@ -60,7 +60,7 @@ fn through_the_pool(path: &Path, options: PoolOptions, starts: &[u64]) {
     region.apply(&HeaderChange::Promise { generation: Generation(2), upstairs: Uuid::nil() }).unwrap();
     let pool = Pool::start(Arc::clone(&region), options, Arc::new(|| {})).unwrap();
     let run = |kind| {
-        pool.submit(&mut vec![DiskCommand { op: OpId(1), kind }]);
+        pool.submit(&mut vec![DiskCommand { op: OpId(1), job: None, kind }]);
         let mut done = Vec::new();
         while done.is_empty() {
             pool.completed(&mut done);
@@ -224,7 +224,7 @@ fn a_disk_that_runs_full_fails_only_what_did_not_fit() {
                 let version = Version::new(Generation(1), 1);
                 let crcs = block_crcs(&data);
                 let kind = DiskOp::Write { range, version, crcs, data: data.into() };
-                DiskCommand { op: OpId(number), kind }
+                DiskCommand { op: OpId(number), job: None, kind }
             })
             .collect();
         pool.submit(&mut commands);

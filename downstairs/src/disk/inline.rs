@@ -60,7 +60,7 @@ impl InlinePool {
     /// Takes all commands, and blocks as long as the kernel likes.
     pub fn submit(&mut self, commands: &mut Vec<DiskCommand>) {
         let mut requests = VecDeque::new();
-        for DiskCommand { op, kind } in
+        for DiskCommand { op, kind, .. } in
             commands.extract_if(.., |command| matches!(command.kind, DiskOp::Write { .. }))
         {
             match self.plan(op, kind) {

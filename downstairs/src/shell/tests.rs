@@ -66,7 +66,7 @@ impl Memory {
 impl Disk for Memory {
     fn submit(&self, commands: &mut Vec<DiskCommand>) {
         let mut done = self.done.lock().unwrap();
-        for DiskCommand { op, kind } in commands.drain(..) {
+        for DiskCommand { op, kind, .. } in commands.drain(..) {
             done.push_back(DiskDone { op, result: Ok(self.execute(kind)), times: Default::default() });
         }
         drop(done);

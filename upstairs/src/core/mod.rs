@@ -36,6 +36,8 @@ mod kept;
 mod links;
 mod meter;
 mod pace;
+#[cfg(feature = "trace")]
+mod probes;
 mod reads;
 mod replace;
 mod replica;

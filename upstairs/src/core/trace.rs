@@ -22,6 +22,7 @@ use super::Core;
 use super::api::{Action, ReplicaId, Time};
 use super::config::{Limits, TraceConfig};
 use super::jobs::{Job, Owner};
+use super::probes;
 use super::slowest::Slowest;
 use super::stages::Stages;
 use super::status::TraceStatus;
@@ -145,6 +146,7 @@ impl Tracer {
     pub(super) fn sent(&mut self, slot: Slot, now: Time, replica: ReplicaId, joins: bool) {
         let Some(timeline) = self.get_mut(slot) else { return };
         timeline.sent(now, replica);
+        probes::sent(timeline.job, replica);
         if joins {
             timeline.mark(now, What::SentToJoiner, Some(replica));
         }
@@ -161,6 +163,7 @@ impl Tracer {
     ) {
         let Some(timeline) = self.slab.get_mut(slot.0 as usize).and_then(Option::as_mut) else { return };
         timeline.replied(now, replica, times, counts);
+        probes::replied(timeline.job, replica, times);
         let lane = &timeline.lanes[replica.index()];
         self.stages.get_mut().replied(replica, timeline.operation, lane);
     }
@@ -193,7 +196,7 @@ impl Tracer {
 
     pub(super) fn renumbered(&mut self, slot: Slot, now: Time, job: JobId) {
         if let Some(timeline) = self.get_mut(slot) {
-            timeline.job = job;
+            probes::renumbered(job, std::mem::replace(&mut timeline.job, job));
             timeline.mark(now, What::NewGeneration, None);
         }
     }
@@ -208,6 +211,7 @@ impl Tracer {
     pub(super) fn settled(&mut self, slot: Slot, now: Time, failed: bool) {
         let Some(timeline) = self.slab.get_mut(slot.0 as usize).and_then(Option::as_mut) else { return };
         timeline.settle(now, failed);
+        probes::acknowledged(timeline, now, failed);
         self.stages.get_mut().settled(timeline);
     }
 
@@ -302,7 +306,7 @@ impl Core {
         let origin = origin.unwrap_or(Origin { request: 0, received: now, admitted: now, record: 0 });
         let (operation, offset, length) = about(&job.op);
         let base = origin.received.min(now);
-        job.trace = self.trace.begin(Timeline {
+        let timeline = Timeline {
             job: id,
             request: origin.request,
             operation,
@@ -313,7 +317,9 @@ impl Core {
             numbered: Stamp::at(Ticks::between(base, now)),
             record: origin.record,
             ..Timeline::default()
-        });
+        };
+        probes::started(&timeline);
+        job.trace = self.trace.begin(timeline);
     }
 
     /// The job has left the table.
@@ -326,6 +332,7 @@ impl Core {
     fn give_out(&mut self, record: Record) {
         let budget = &mut self.trace.budget;
         let dropped = budget.dropped;
+        probes::slow(&record);
         if budget.take(self.now) {
             budget.dropped = 0;
             self.actions.push_back(Action::Slow(Box::new(Record { dropped, ..record })));

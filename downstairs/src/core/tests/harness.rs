@@ -138,7 +138,7 @@ impl Harness {
 
     /// The disk ends its operation at `index`.
     pub(super) fn finish(&mut self, index: usize, error: Option<DiskError>) {
-        let DiskCommand { op, kind } = self.disk.remove(index);
+        let DiskCommand { op, kind, .. } = self.disk.remove(index);
         let result = match error {
             Some(error) => Err(error),
             None => Ok(self.carry_out(kind)),

@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::limit::Limit;
+use super::probes::{self, Jobs};
 use super::submit_times::{SubmitTimes, SubmitTimesByLane};
 use crate::disk::device::DeviceQueue;
 use crate::disk::engine::{Completion, Engine, Request};
@@ -23,7 +24,7 @@ use crate::disk::lock;
 pub(super) struct Gate<T> {
     engine: Box<dyn Engine<T>>,
     /// Of the lane's thread.
-    limit: Mutex<Limit>,
+    submitting: Mutex<Submitting>,
     /// In flight, in places of the device's queue.
     places: AtomicUsize,
     place_bytes: usize,
@@ -34,7 +35,12 @@ pub(super) struct Gate<T> {
     of_lane: fn(&SubmitTimesByLane) -> &SubmitTimes,
 }
 
-impl<T> Gate<T> {
+struct Submitting {
+    limit: Limit,
+    batch: probes::Batch,
+}
+
+impl<T: Jobs> Gate<T> {
     pub(super) fn new(
         engine: Box<dyn Engine<T>>,
         depth: usize,
@@ -44,7 +50,10 @@ impl<T> Gate<T> {
     ) -> Self {
         Self {
             engine,
-            limit: Mutex::new(Limit::new(device.requests, depth)),
+            submitting: Mutex::new(Submitting {
+                limit: Limit::new(device.requests, depth),
+                batch: probes::Batch::default(),
+            }),
             places: AtomicUsize::new(0),
             place_bytes: device.largest_bytes.unwrap_or(usize::MAX).max(1),
             waiting: AtomicBool::new(false),
@@ -87,7 +96,8 @@ impl<T> Gate<T> {
 
     fn try_submit(&self, requests: &mut VecDeque<Request<T>>, refused: &mut Vec<Completion<T>>) -> usize {
         let in_flight = self.places.load(Ordering::SeqCst);
-        let mut limit = lock(&self.limit);
+        let mut submitting = lock(&self.submitting);
+        let Submitting { limit, batch } = &mut *submitting;
         let room = limit.room(in_flight);
         let (mut count, mut places) = (0, 0);
         for request in requests.iter() {
@@ -103,7 +113,9 @@ impl<T> Gate<T> {
         }
         self.places.fetch_add(places, Ordering::SeqCst);
         let already_refused = refused.len();
+        batch.starts(requests.iter().take(count));
         let submitted = self.engine.submit(requests, count, refused);
+        batch.done::<T>(submitted);
         // What came back does not take a place.
         let left = requests.iter().take(count - submitted.requests).map(|request| request.payload.len());
         let back = refused.iter().skip(already_refused).map(|refused| refused.payload.len());
@@ -141,6 +153,7 @@ impl<T> Gate<T> {
             self.broken.store(true, Ordering::Release);
             return Err(error);
         }
+        probes::completed(into.iter().skip(before));
         let made = into.iter().skip(before).map(|done| self.places_of(done.payload.len())).sum();
         self.places.fetch_sub(made, Ordering::SeqCst);
         Ok(made > 0 && self.waiting.swap(false, Ordering::SeqCst))

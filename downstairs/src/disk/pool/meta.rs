@@ -8,7 +8,7 @@
 use std::time::Instant;
 
 use super::queue::{Queue, Queued};
-use super::{Sink, done};
+use super::{Sink, done, probes};
 use crate::core::api::{DiskOp, DiskOutcome};
 use crate::disk::file::Region;
 
@@ -31,12 +31,15 @@ pub(super) fn run_flushes(region: &Region, queue: &Queue, sink: &Sink) {
         let mark_of = |kind: &DiskOp| if let DiskOp::Flush { mark } = kind { *mark } else { None };
         let mark = queued.iter().filter_map(|queued| mark_of(&queued.command.kind)).max();
         let closes = queued.iter().any(|queued| matches!(queued.command.kind, DiskOp::Close));
+        let jobs = || queued.iter().filter_map(|queued| queued.command.job);
+        jobs().for_each(probes::flush_starts);
         let began = Instant::now();
         let mut result = region.flush(mark);
         if closes && result.is_ok() {
             result = region.close();
         }
         let now = Instant::now();
+        jobs().for_each(|job| probes::flush_ended(job, now - began, result.is_ok()));
         let answers = queued.drain(..).map(|Queued { command, at }| {
             let result = result.clone().map(|()| DiskOutcome::Done);
             done(command.op, result, at, began, now)

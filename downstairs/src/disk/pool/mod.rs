@@ -14,6 +14,7 @@
 mod gate;
 mod limit;
 mod meta;
+mod probes;
 mod queue;
 mod read;
 mod submit_times;
@@ -33,6 +34,7 @@ use newel_protocol::wire::StageTimes;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 
 use self::gate::Gate;
+use self::probes::Jobs;
 use self::queue::{Queue, Queued};
 pub use self::submit_times::{LongestSubmit, SubmitSnapshot, SubmitTimes, SubmitTimesByLane};
 use super::device::DeviceQueue;
@@ -269,7 +271,7 @@ struct Parts<'a> {
 }
 
 impl Parts<'_> {
-    fn gate<T: Send + 'static>(
+    fn gate<T: Jobs + Send + 'static>(
         &self,
         of_lane: fn(&SubmitTimesByLane) -> &SubmitTimes,
     ) -> Result<Gate<T>, RegionError> {

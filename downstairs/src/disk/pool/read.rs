@@ -13,10 +13,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use bytes::Bytes;
-use newel_protocol::BlockState;
 use newel_protocol::wire::ReadMode;
+use newel_protocol::{BlockState, JobId};
 
 use super::gate::Gate;
+use super::probes::{Jobs, Operation};
 use super::queue::{Queue, Queued};
 use super::{Sink, done};
 use crate::core::api::{DiskCommand, DiskDone, DiskError, DiskOp, DiskOutcome, OpId};
@@ -49,9 +50,20 @@ pub(super) struct Cached {
 #[derive(Debug)]
 pub(super) struct Job {
     op: OpId,
+    job: Option<JobId>,
     plan: ReadPlan,
     arrived: Instant,
     from_cache: bool,
+}
+
+impl Jobs for Job {
+    const OPERATION: Operation = Operation::Read;
+
+    fn each(&self, mut tell: impl FnMut(JobId, usize)) {
+        if let (Some(job), Some(fetch)) = (self.job, self.plan.fetch) {
+            tell(job, fetch.bytes());
+        }
+    }
 }
 
 struct Repair {
@@ -125,7 +137,7 @@ impl Lane {
             self.repair(&mut staged);
             let mut answers = Vec::new();
             for Queued { command, at } in queued.drain(..) {
-                if let Err(result) = self.plan(command.op, &command.kind, at, &mut staged) {
+                if let Err(result) = self.plan(&command, at, &mut staged) {
                     let now = Instant::now();
                     answers.push(done(command.op, result, at, now, now));
                 }
@@ -174,8 +186,8 @@ impl Lane {
     }
 
     /// Stages a request, or gives the answer if none is needed.
-    fn plan(&self, op: OpId, kind: &DiskOp, arrived: Instant, staged: &mut Staged) -> Result<(), Outcome> {
-        let DiskOp::Read { range, mode } = kind else {
+    fn plan(&self, command: &DiskCommand, arrived: Instant, staged: &mut Staged) -> Result<(), Outcome> {
+        let DiskOp::Read { range, mode } = &command.kind else {
             let message = "not an operation of this lane".to_owned();
             return Err(Err(DiskError::Io { operation: "a read", message }));
         };
@@ -185,7 +197,7 @@ impl Lane {
         }
         // What is to be verified is on the medium, and what has no checksum can't be told from what is stale.
         let from_cache = self.cached.is_some() && *mode == ReadMode::Data;
-        self.stage(Job { op, plan, arrived, from_cache }, staged);
+        self.stage(Job { op: command.op, job: command.job, plan, arrived, from_cache }, staged);
         Ok(())
     }
 

@@ -60,7 +60,7 @@ impl Rig {
         let first = self.next;
         let count = kinds.len();
         let mut commands: Vec<_> =
-            (first..).map(OpId).zip(kinds).map(|(op, kind)| DiskCommand { op, kind }).collect();
+            (first..).map(OpId).zip(kinds).map(|(op, kind)| DiskCommand { op, job: None, kind }).collect();
         self.next += count as u64;
         let pool = self.pool.as_ref().unwrap();
         pool.submit(&mut commands);
@@ -187,8 +187,9 @@ fn the_end(mut rig: Rig) {
 
     // What was handed in is finished before the threads end.
     let pool = rig.pool.take().unwrap();
-    let mut commands =
-        (0..100).map(|number| DiskCommand { op: OpId(number), kind: write(number * 9, 1, 50) }).collect();
+    let mut commands = (0..100)
+        .map(|number| DiskCommand { op: OpId(number), job: None, kind: write(number * 9, 1, 50) })
+        .collect();
     pool.submit(&mut commands);
     drop(pool);
     assert!((0..100).all(|number| {

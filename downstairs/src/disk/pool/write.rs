@@ -21,13 +21,14 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use bytes::Bytes;
-use newel_protocol::BlockRange;
 use newel_protocol::wire::ZeroMode;
+use newel_protocol::{BlockRange, JobId};
 
 use super::gate::Gate;
+use super::probes::{Jobs, Operation};
 use super::queue::{Queue, Queued};
 use super::{Sink, done};
-use crate::core::api::{DiskDone, DiskError, DiskOp, DiskOutcome, OpId};
+use crate::core::api::{DiskCommand, DiskDone, DiskError, DiskOp, DiskOutcome, OpId};
 use crate::disk::change::Change;
 use crate::disk::engine::{Completion, Payload, Request};
 use crate::disk::file::Region;
@@ -76,6 +77,7 @@ struct Staged {
 /// An operation under way. It ends when all its pieces and its contexts have.
 pub(super) struct Job {
     op: OpId,
+    job: Option<JobId>,
     change: Change,
     data: Bytes,
     arrived: Instant,
@@ -137,7 +139,7 @@ impl Lane {
         while self.queue.take(&mut queued) {
             self.repair();
             for Queued { command, at } in queued.drain(..) {
-                self.plan(command.op, command.kind, at, &mut staged);
+                self.plan(command, at, &mut staged);
             }
             self.merge(&mut staged);
             loop {
@@ -175,7 +177,8 @@ impl Lane {
         }
     }
 
-    fn plan(&self, op: OpId, kind: DiskOp, arrived: Instant, staged: &mut Staged) {
+    fn plan(&self, command: DiskCommand, arrived: Instant, staged: &mut Staged) {
+        let DiskCommand { op, job, kind } = command;
         let (change, data) = match kind {
             DiskOp::Write { range, version, crcs, data } => {
                 (self.region.plan_write(range, version, &crcs, data.len()), data)
@@ -206,6 +209,7 @@ impl Lane {
         };
         let job = Arc::new(Job {
             op,
+            job,
             left: AtomicUsize::new(change.pieces.len() + 1),
             change,
             data,
@@ -445,6 +449,22 @@ impl Job {
 
     fn fail(&self, error: DiskError) {
         lock(&self.fate).error.get_or_insert(error);
+    }
+}
+
+impl Jobs for Parts {
+    const OPERATION: Operation = Operation::Write;
+
+    fn each(&self, mut tell: impl FnMut(JobId, usize)) {
+        let parts = match self {
+            Self::One(part) => std::slice::from_ref(part),
+            Self::Many(parts) => parts,
+        };
+        for Part { job, piece } in parts {
+            if let (Some(number), Some(place)) = (job.job, job.change.pieces.get(*piece)) {
+                tell(number, place.range.bytes());
+            }
+        }
     }
 }
 
