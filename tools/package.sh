@@ -65,6 +65,13 @@ gzip -9n "$root/usr/share/doc/newel/operations.md"
 for example in tools/debian/examples/*; do
   put 644 "$example" "usr/share/doc/newel/examples/${example##*/}"
 done
+# The dashboard, the alert rules and the tracing: nothing uses them unasked.
+for file in tools/grafana/* tools/trace/*.bt; do
+  put 644 "$file" "usr/share/newel/${file#tools/}"
+done
+for script in tools/trace/*.sh; do
+  put 755 "$script" "usr/share/newel/${script#tools/}"
+done
 
 # --- what dpkg is told ----------------------------------------------------------------------------
 mkdir "$work/debian"

@@ -22,7 +22,7 @@ fn build(into: &Path) -> PathBuf {
 #[test]
 fn the_package_holds_what_it_should_and_nothing_odd() {
     let test = "the_package_holds_what_it_should_and_nothing_odd";
-    if !have(test, &["dpkg-deb", "dpkg-shlibdeps", "strip", "gzip", "md5sum", "bash"]) {
+    if !have(test, &["dpkg-deb", "dpkg-shlibdeps", "strip", "readelf", "gzip", "md5sum", "bash"]) {
         return;
     }
     let dir = temp_dir();
@@ -38,7 +38,7 @@ fn the_package_holds_what_it_should_and_nothing_odd() {
         assert!(line.contains(" root/root "), "not root's: {line}");
         let sound = match mode.as_bytes()[0] {
             b'd' => mode == "drwxr-xr-x",
-            _ if line.contains(" ./usr/bin/") => mode == "-rwxr-xr-x",
+            _ if line.contains(" ./usr/bin/") || line.ends_with(".sh") => mode == "-rwxr-xr-x",
             _ => mode == "-rw-r--r--",
         };
         assert!(sound, "of odd mode: {line}");
@@ -57,6 +57,10 @@ fn the_package_holds_what_it_should_and_nothing_odd() {
         "usr/share/man/man1/newel-downstairs-create.1.gz",
         "usr/share/man/man1/newel-upstairs-run.1.gz",
         "usr/share/doc/newel/copyright",
+        "usr/share/newel/grafana/alerts.yml",
+        "usr/share/newel/grafana/newel.json",
+        "usr/share/newel/trace/jobs.sh",
+        "usr/share/newel/trace/outliers.bt",
         "etc/newel/attach",
         "etc/newel/downstairs",
         "etc/newel/upstairs",
@@ -67,6 +71,9 @@ fn the_package_holds_what_it_should_and_nothing_odd() {
         let installed = root.join("usr/bin").join(name);
         let version = sh(installed.to_str().unwrap(), &["--version"]).ok().stdout;
         assert_eq!(version.trim(), format!("{name} {}", env!("CARGO_PKG_VERSION")));
+        // What tracers look for is not stripped.
+        let notes = sh("readelf", &["-n", installed.to_str().unwrap()]).ok().stdout;
+        assert!(name == "newel" || notes.contains("stapsdt"), "{name}: {notes}");
         let completions = root.join("usr/share/bash-completion/completions").join(name);
         sh("bash", &["-n", completions.to_str().unwrap()]).ok();
     }
