@@ -53,3 +53,37 @@ volume_stop() { # PID
 
 # fio puts warnings before its report, one of them without an end of its line.
 report_of() { sed -n '/{$/,$p' "$1" | sed '1s/^.*{$/{/'; }
+
+# Two loads, one for each of two volumes, in turns of 0.2 s: what neighbours do to this machine hits both alike. Needs URIS and WORK; sets
+# LOADS, which a script that is interrupted has to kill. What each did stands in WORK/report-1 and -2.
+loads_in_turns() { # SECONDS-FOR-EACH FIO-ARGUMENT...
+  local number turn turns=$(($1 * 5))
+  shift
+  LOADS=()
+  for number in 1 2; do
+    fio --name=run --ioengine=nbd "--uri=${URIS[number - 1]}" --thread "$@" --time_based --runtime=3600 --norandommap --randrepeat=0 \
+      --output-format=json --output="$WORK/report.$number" >/dev/null 2>"$WORK/err-$number" &
+    LOADS+=($!)
+  done
+  sleep 0.5
+  kill -STOP "${LOADS[@]}"
+  for turn in $(seq "$turns"); do
+    # Who comes first takes turns, too.
+    for number in $((turn % 2)) $((1 - turn % 2)); do
+      kill -CONT "${LOADS[number]}"
+      sleep 0.2
+      kill -STOP "${LOADS[number]}"
+    done
+  done
+  kill -INT "${LOADS[@]}"
+  kill -CONT "${LOADS[@]}"
+  for number in 1 2; do
+    # Interrupted, fio reports and ends with an error.
+    wait "${LOADS[number - 1]}" || true
+    report_of "$WORK/report.$number" >"$WORK/report-$number"
+    jq -e '.jobs[0]' "$WORK/report-$number" >/dev/null || die "fio: $(cat "$WORK/err-$number")"
+  done
+  LOADS=()
+}
+
+median() { sort -n | awk '{ v[NR] = $1 } END { print v[int((NR + 1) / 2)] }'; }

@@ -33,7 +33,6 @@ read_volume() { # FIO-ARGUMENT... : bytes per second
   report_of "$WORK/report" | jq '.jobs[0].read.bw_bytes'
 }
 
-median() { sort -n | awk '{ v[NR] = $1 } END { print v[int((NR + 1) / 2)] }'; }
 
 config() { # WAY
   case $1 in

@@ -62,36 +62,6 @@ volumes_stop() {
   UPS=()
 }
 
-in_turns() { # KIND: the loads on both volumes; how many I/Os each made, into done-1 and done-2
-  local number turn
-  LOADS=()
-  for number in 1 2; do
-    fio --name=run --ioengine=nbd "--uri=${URIS[number - 1]}" --thread --rw="rand$1" --bs=4k --iodepth=32 "--size=$SIZE" \
-      --time_based --runtime=3600 --norandommap --randrepeat=0 --output-format=json --output="$WORK/report-$number" \
-      >/dev/null 2>"$WORK/err-$number" &
-    LOADS+=($!)
-  done
-  sleep 0.5
-  kill -STOP "${LOADS[@]}"
-  for turn in $(seq $((TIME * 5))); do
-    # Who comes first takes turns, too.
-    for number in $((turn % 2)) $((1 - turn % 2)); do
-      kill -CONT "${LOADS[number]}"
-      sleep 0.2
-      kill -STOP "${LOADS[number]}"
-    done
-  done
-  kill -INT "${LOADS[@]}"
-  kill -CONT "${LOADS[@]}"
-  for number in 1 2; do
-    # Interrupted, fio reports and ends with an error.
-    wait "${LOADS[number - 1]}" || true
-    report_of "$WORK/report-$number" | jq ".jobs[0].$1.total_ios" >"$WORK/done-$number"
-    [ -s "$WORK/done-$number" ] || die "fio: $(cat "$WORK/err-$number")"
-  done
-  LOADS=()
-}
-
 volumes_start on on
 for uri in "${URIS[@]}"; do
   fio --name=fill --ioengine=nbd "--uri=$uri" --thread --rw=write --bs=1m --iodepth=8 "--size=$SIZE" --end_fsync=1 >"$WORK/fill.out"
@@ -102,14 +72,13 @@ for pair in $(seq "$PAIRS"); do
   [ $((pair % 2)) = 0 ] || ways=(on off)
   volumes_start "${ways[@]}"
   for kind in write read; do
-    in_turns "$kind"
-    for number in 1 2; do cp "$WORK/done-$number" "$WORK/${ways[number - 1]}"; done
+    loads_in_turns "$TIME" --rw="rand$kind" --bs=4k --iodepth=32 "--size=$SIZE"
+    for number in 1 2; do jq ".jobs[0].$kind.total_ios" "$WORK/report-$number" >"$WORK/${ways[number - 1]}"; done
     printf '%s\t%s\n' "$(cat "$WORK/off")" "$(cat "$WORK/on")" >>"$OUT/$kind.tsv"
   done
   volumes_stop
 done
 
-median() { sort -n | awk '{ v[NR] = $1 } END { print v[int((NR + 1) / 2)] }'; }
 printf '| 4 KiB random, depth 32 | pairs | without: I/Os | with: I/Os | ratios: median | least | most |\n|---|---|---|---|---|---|---|\n'
 for kind in write read; do
   awk '{ print $2 / $1 }' "$OUT/$kind.tsv" | sort -n >"$WORK/ratios"

@@ -3,18 +3,23 @@
 //! Invariants:
 //! - A read that the throttle keeps back is sent in the end, or settled before.
 //! - What answers nobody any more is cancelled only after it was settled.
+//! - A replica that owes three quarters of its bound gets no more reads while others answer them: it stays, and what is left of the
+//!   bound is for changes, which it has to have. Nobody waits for it; nor is a read lost if it is the last one that can answer.
 
 use bytes::Bytes;
 use newel_protocol::JobId;
 use newel_protocol::wire::Request;
 
 use super::Core;
-use super::api::{LogLevel, ReplicaSet, Time};
+use super::api::{LogLevel, ReplicaId, ReplicaSet, Time};
 use super::config::ReadPolicy;
 use super::throttle::Change;
 
-/// Throttling that comes and goes is told of once in this time.
+/// Throttling that comes and goes is told of once in this time; replicas that are left out, too.
 const QUIET: std::time::Duration = std::time::Duration::from_secs(10);
+/// Of a replica's bound, so much is for reads that others answer, too.
+const READS_PART: usize = 3;
+const READS_OF: usize = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Urgency {
@@ -42,7 +47,47 @@ impl Core {
                 self.throttle.offer(self.now, id, active);
                 self.send_paced();
             }
-            ReadPolicy::Fanout | ReadPolicy::Witness => self.send_job(id, active),
+            ReadPolicy::Fanout | ReadPolicy::Witness => self.fan_out(id, active),
+        }
+    }
+
+    /// Sends a read to those of them that have room for it; to all, if none has and nobody else was asked.
+    fn fan_out(&mut self, id: JobId, targets: ReplicaSet) {
+        let Some(job) = self.jobs.get(id) else { return };
+        let (cost, asked) = (job.cost, job.owed.and(job.readers));
+        let roomy: ReplicaSet = targets.iter().filter(|&replica| self.can_read_more(replica, cost)).collect();
+        let left_out = targets.without(roomy);
+        if left_out.is_empty() || (roomy.is_empty() && asked.is_empty()) {
+            return self.send_job(id, targets);
+        }
+        self.send_job(id, roomy);
+        for replica in left_out.iter() {
+            self.leave_out(replica);
+        }
+        // Should those that have it stop, it is asked of the others, too.
+        if let Some(asked) = roomy.iter().chain(asked.iter()).next() {
+            self.watch_read(id, asked, cost);
+        }
+    }
+
+    /// True if the replica owes little enough to be sent a read of this cost that others answer, too.
+    pub(super) fn can_read_more(&self, replica: ReplicaId, cost: usize) -> bool {
+        let limits = &self.config.limits;
+        let replica = self.replica(replica);
+        replica.queue_jobs < READS_PART * (limits.replica_jobs / READS_OF)
+            && replica.queue_bytes.saturating_add(cost) <= READS_PART * (limits.replica_bytes / READS_OF)
+    }
+
+    fn leave_out(&mut self, id: ReplicaId) {
+        let now = self.now;
+        let replica = self.replica_mut(id);
+        replica.reads_left_out += 1;
+        if replica.told_left_out.is_none_or(|told| now.since(told) >= QUIET) {
+            replica.told_left_out = Some(now);
+            let (jobs, bytes) = (replica.queue_jobs, replica.queue_bytes);
+            let text =
+                format!("replica {id} gets no more reads for now: it owes {jobs} jobs ({bytes} bytes)");
+            self.log(LogLevel::Info, text);
         }
     }
 
@@ -62,7 +107,7 @@ impl Core {
                 targets = targets.without(read.failed);
             }
             if !job.settled {
-                self.send_job(id, targets);
+                self.fan_out(id, targets);
             }
         }
     }
@@ -78,7 +123,7 @@ impl Core {
         } else if answered {
             // The slowest was first: how long the others take says how much their delay is too long.
             let targets = waited.and(self.active());
-            self.send_job(id, targets);
+            self.fan_out(id, targets);
         }
     }
 

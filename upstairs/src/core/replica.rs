@@ -89,6 +89,9 @@ pub(super) struct Replica {
     pub(super) sessions: u64,
     pub(super) reconnects: u64,
     pub(super) healed_blocks: u64,
+    /// Reads that it was not sent as it owed too much, and when an operator was told.
+    pub(super) reads_left_out: u64,
+    pub(super) told_left_out: Option<Time>,
     /// What it says of faults put in on purpose.
     pub(super) faults: Option<String>,
     /// What its last way to Active took, for the status.
@@ -131,6 +134,8 @@ impl Replica {
             sessions: 0,
             reconnects: 0,
             healed_blocks: 0,
+            reads_left_out: 0,
+            told_left_out: None,
             faults: None,
             last_catch_up: None,
             times: ReplyTimes::default(),

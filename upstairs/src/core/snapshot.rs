@@ -87,6 +87,7 @@ impl Core {
             last_catch_up: replica.last_catch_up.map(|copied| catch_up_of(copied, None)),
             reconnects: replica.reconnects,
             healed_blocks: replica.healed_blocks,
+            reads_left_out: replica.reads_left_out,
             work: replica.work.clone(),
             ping_us: replica.ping_us,
             health: replica.health.map(|(at, health)| {

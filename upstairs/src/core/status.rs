@@ -209,6 +209,9 @@ pub struct ReplicaStatus {
     pub last_catch_up: Option<CatchUpStatus>,
     pub reconnects: u64,
     pub healed_blocks: u64,
+    /// Guests' reads that it was not sent as it owed too much; others answered them.
+    #[serde(default)]
+    pub reads_left_out: u64,
     /// What it did for guests while it was active, from sending a job to its answer.
     #[serde(default)]
     pub work: WorkStatus,

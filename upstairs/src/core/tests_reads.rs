@@ -291,3 +291,79 @@ fn what_was_done_is_counted_once_for_guests_and_at_every_replica() {
         assert_eq!(work.latencies.quantile_us(1000).is_some(), work.count() > 0);
     }
 }
+
+/// Reads alone drive no replica out, whatever it owes; changes still do.
+#[test]
+fn a_replica_with_too_much_to_read_is_left_out_and_stays() {
+    let mut config = config();
+    config.limits.replica_jobs = 100;
+    config.throttle.enabled = false;
+    let mut world = World::with(config);
+    world.run(1000);
+    world.fakes[2].paused = true;
+    for _ in 0..500 {
+        world.read(0, 4096);
+    }
+    let of_2 = |world: &World| {
+        let status = world.core.status();
+        let replica = &status.replicas[2];
+        (replica.state.clone(), replica.queue_jobs, replica.reads_left_out)
+    };
+    assert_eq!(of_2(&world), ("active".to_owned(), 75, 425));
+    assert_eq!(world.core.status().jobs_in_flight, 0, "the guest waited for nothing");
+    // What is left of the bound is for changes.
+    for block in 0..25 {
+        world.write(block * 4096, &[1; 4096]);
+    }
+    assert_eq!(of_2(&world).0, "active");
+    world.fakes[2].paused = false;
+    world.settle();
+    assert_eq!(of_2(&world).1, 0);
+    world.read(0, 4096);
+    assert_eq!(of_2(&world), ("active".to_owned(), 0, 425), "it gets reads again");
+    world.fakes[2].paused = true;
+    for block in 0..101 {
+        world.write(block % 50 * 4096, &[2; 4096]);
+    }
+    assert_ne!(of_2(&world).0, "active", "it is over its bound");
+    world.fakes[2].paused = false;
+    world.assert_converged();
+}
+
+/// The one that was left out answers if those that were asked can't.
+#[test]
+fn a_read_is_asked_of_the_one_that_was_left_out() {
+    for stopped in [true, false] {
+        let mut config = config();
+        config.limits.replica_jobs = 100;
+        config.throttle.enabled = false;
+        let mut world = World::with(config);
+        world.run(1000);
+        world.fakes[2].paused = true;
+        for _ in 0..75 {
+            world.read(0, 4096);
+        }
+        for index in [0, 1] {
+            world.fakes[index].paused = true;
+        }
+        let guest = world.submit(READ);
+        world.settle_events();
+        assert_eq!(world.core.status().replicas[2].queue_jobs, 75, "it is left out");
+        world.fakes[2].paused = false;
+        if stopped {
+            for _ in 0..10 {
+                world.settle();
+                tick(&mut world, 20);
+            }
+        } else {
+            (0..2).for_each(|index| world.kill(index));
+            world.settle();
+        }
+        assert!(matches!(world.replies.get(&guest), Some(GuestReply::Data(_))), "stopped: {stopped}");
+        for index in [0, 1] {
+            world.fakes[index].paused = false;
+            world.fakes[index].up = true;
+        }
+        world.assert_converged();
+    }
+}

@@ -32,7 +32,7 @@ use super::watch::{Watch, cost};
 /// The lead that is aimed at, over the limit: far enough above it not to flicker.
 const AIM: f64 = 1.25;
 /// Throttling begins once the lead has been above the limit for so long: on a busy host equal replicas, too, take turns in being late.
-const BEGIN_AFTER: Duration = Duration::from_millis(100);
+const BEGIN_AFTER: Duration = Duration::from_millis(200);
 /// It also begins once a replica has reads for so many times the limit more than another one: far more than what piles up
 /// while an equal one is held up by its host for 50 ms.
 const FAR: u32 = 10;

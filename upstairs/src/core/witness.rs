@@ -98,6 +98,15 @@ impl Witness {
     }
 }
 
+/// Of whom a read may be asked, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Whom {
+    /// Whoever was asked is only late.
+    WithRoom,
+    /// Nobody else is about to answer.
+    Any,
+}
+
 impl Core {
     pub(super) fn send_witnessed(&mut self, id: JobId, active: ReplicaSet) {
         let Some(reader) = self.least_reading(id, active) else { return };
@@ -109,8 +118,13 @@ impl Core {
 
     fn send_data_read(&mut self, id: JobId, reader: ReplicaId) {
         let Some(cost) = self.jobs.get(id).map(|job| job.cost) else { return };
-        self.witness.watch(self.now, id, reader, cost);
+        self.watch_read(id, reader, cost);
         self.send_job(id, ReplicaSet::only(reader));
+    }
+
+    /// Should this replica be late with its answer, another one is asked.
+    pub(super) fn watch_read(&mut self, id: JobId, reader: ReplicaId, cost: usize) {
+        self.witness.watch(self.now, id, reader, cost);
     }
 
     /// The one with the least to read; those that have as much take turns.
@@ -122,7 +136,7 @@ impl Core {
     /// Reads that take longer than they should are asked of another replica, too.
     pub(super) fn check_late_reads(&mut self) {
         while let Some(id) = self.witness.next_late(self.now) {
-            if self.ask_elsewhere(id).is_none()
+            if self.ask_elsewhere(id, Whom::WithRoom).is_none()
                 && let Some((reader, cost)) = self
                     .jobs
                     .get(id)
@@ -140,16 +154,19 @@ impl Core {
         let Some(job) = self.jobs.get(id) else { return };
         let pending = !job.owed.and(job.readers).is_empty();
         if job.is_guest_read() && !job.settled && !pending {
-            self.ask_elsewhere(id);
+            self.ask_elsewhere(id, Whom::Any);
         }
     }
 
-    fn ask_elsewhere(&mut self, id: JobId) -> Option<()> {
+    fn ask_elsewhere(&mut self, id: JobId, whom: Whom) -> Option<()> {
         let active = self.active();
         let job = self.jobs.get(id).filter(|job| !job.settled)?;
         let read = job.read.as_ref().filter(|read| read.answer.is_none())?;
-        let free = active.without(job.owed).without(read.failed).without(job.readers);
-        let slot = job.trace;
+        let mut free = active.without(job.owed).without(read.failed).without(job.readers);
+        let (slot, cost) = (job.trace, job.cost);
+        if whom == Whom::WithRoom {
+            free = free.iter().filter(|&replica| self.can_read_more(replica, cost)).collect();
+        }
         let reader = self.least_reading(id, free)?;
         self.trace.mark(slot, self.now, What::AskedToo, reader);
         self.send_data_read(id, reader);

@@ -312,6 +312,10 @@ fn replicas(out: &mut Families<'_>, replicas: &[ReplicaStatus]) -> fmt::Result {
     out.counter(
         ("replica_healed_blocks", None, "Bad copies at the replica that were replaced by good ones"),
         counter(|replica| replica.healed_blocks),
+    )?;
+    out.counter(
+        ("replica_reads_left_out", None, "Reads that the replica was not sent as it owed too much"),
+        counter(|replica| replica.reads_left_out),
     )
 }
 
