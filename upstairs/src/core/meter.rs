@@ -12,6 +12,8 @@ use super::api::Time;
 /// The rate is taken over so many marks, each at least so far from the one before.
 const MARKS: usize = 20;
 const MARK_EVERY: Duration = Duration::from_millis(10);
+/// What was done longer ago has no effect on the rate.
+pub(super) const WINDOW: Duration = MARK_EVERY.saturating_mul(MARKS as u32);
 /// A pause is one that lasts so many times the usual, and at least so long.
 const PAUSE: f64 = 8.0;
 const PAUSE_MIN: Duration = Duration::from_millis(50);
@@ -100,10 +102,14 @@ impl Meter {
     }
 
     /// How long what it has will take it.
-    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
     pub(super) fn wait(&self) -> Option<Duration> {
-        let seconds = self.cost as f64 / self.rate()?;
-        Duration::try_from_secs_f64(seconds).ok()
+        self.wait_at(self.rate()?, 0)
+    }
+
+    /// The same at some other rate, and with so much more.
+    #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+    pub(super) fn wait_at(&self, rate: f64, more: u64) -> Option<Duration> {
+        Duration::try_from_secs_f64((self.cost + more) as f64 / rate).ok()
     }
 
     /// True if it has at least as much to read as a while ago, and has answered meanwhile. After a pause that can't be said at once.

@@ -44,7 +44,8 @@ impl Core {
         match self.config.reads.policy {
             ReadPolicy::Witness if active.len() > 1 => self.send_witnessed(id, active),
             ReadPolicy::Fanout if urgency == Urgency::Throttled && !self.throttle.is_idle() => {
-                self.throttle.offer(self.now, id, active);
+                let Some(bytes) = self.jobs.get(id).map(|job| job.cost) else { return };
+                self.throttle.offer(self.now, id, bytes, active);
                 self.send_paced();
             }
             ReadPolicy::Fanout | ReadPolicy::Witness => self.fan_out(id, active),

@@ -113,9 +113,9 @@ impl Throttle {
     }
 
     /// A read for these replicas. `poll` says when it is sent to which.
-    pub(super) fn offer(&mut self, now: Time, job: JobId, active: ReplicaSet) {
+    pub(super) fn offer(&mut self, now: Time, job: JobId, bytes: usize, active: ReplicaSet) {
         self.active = active;
-        self.waiting.offer(now, job);
+        self.waiting.offer(now, job, bytes);
     }
 
     /// What is to be sent now. Each must be sent, or said to be `gone`, before the next is asked for.
@@ -124,7 +124,7 @@ impl Throttle {
             return Some(ready);
         }
         let next = self.waiting.at_gate()?;
-        if now.since(next.since) < self.config.max_delay && !self.admits(now) {
+        if now.since(next.since) < self.config.max_delay && !self.admits(now, next.bytes) {
             return None;
         }
         if let Some(released) = self.waiting.poll(now) {
@@ -305,7 +305,7 @@ impl Throttle {
     }
 
     /// True unless some slow replica has enough to read.
-    fn admits(&mut self, now: Time) -> bool {
+    fn admits(&mut self, now: Time, bytes: usize) -> bool {
         if self.on && self.extremes(now).is_none() {
             self.end();
         }
@@ -324,7 +324,7 @@ impl Throttle {
                 self.end();
                 return true;
             }
-            if !watch.admits(now, enough) {
+            if !watch.admits(now, enough, bytes) {
                 return false;
             }
         }

@@ -290,7 +290,7 @@ impl Model {
         let read =
             Read { bytes, begun: self.now, sent: [None; 3], replied: [None; 3], answered: None, keeps_depth };
         self.reads.insert(job, read);
-        self.throttle.offer(Time(self.now), job, self.active());
+        self.throttle.offer(Time(self.now), job, bytes, self.active());
     }
 
     fn pump(&mut self) {

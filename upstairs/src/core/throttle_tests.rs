@@ -47,6 +47,7 @@ fn a_replica_at_half_the_rate_sets_the_pace() {
     check_half_rate("1M", &fast, &slow, 8, 1 << 20);
     check_half_rate("1M deep", &fast, &slow, 64, 1 << 20);
     check_half_rate("4M", &fast, &slow, 25, 4 << 20);
+    check_half_rate("4M, 10 ms each", &Server::at(800 << 20), &Server::at(400 << 20), 25, 4 << 20);
     check_half_rate(
         "5 ms each",
         &Server::one_at_a_time(2_500 * US),

@@ -30,6 +30,7 @@ pub(super) struct Waiting {
 pub(super) struct Gated {
     pub(super) job: JobId,
     pub(super) since: Time,
+    pub(super) bytes: usize,
 }
 
 impl Waiting {
@@ -37,8 +38,8 @@ impl Waiting {
         self.gated.is_empty() && self.delayed.is_empty() && self.ready.is_empty()
     }
 
-    pub(super) fn offer(&mut self, now: Time, job: JobId) {
-        self.gated.push_back(Gated { job, since: now });
+    pub(super) fn offer(&mut self, now: Time, job: JobId, bytes: usize) {
+        self.gated.push_back(Gated { job, since: now, bytes });
     }
 
     /// What waits for nothing any more.

@@ -5,12 +5,12 @@
 //! - One slow read moves no estimate by much.
 //!
 //! Whether reads wait *at* a replica (a backlog) or merely take long there (latency, which no gate can mend) can't be seen while many
-//! are under way. So now and then, while the gate would close, the replica is left with one or two reads: what those take is latency.
+//! are under way. So now and then, while the gate would close, the replica is left with one read at a time: what those take is latency.
 
 use std::time::Duration;
 
 use super::api::Time;
-use super::meter::Meter;
+use super::meter::{Meter, WINDOW};
 
 /// What a read counts for beside its bytes: the work that every read is.
 const READ_COST: u64 = 8 << 10;
@@ -49,12 +49,14 @@ pub(super) struct Watch {
 struct Latency {
     took: Duration,
     found: Time,
-    /// Cost per second, then.
+    /// Cost per second, before that was looked for.
     rate: f64,
 }
 
 #[derive(Debug, Default)]
 struct Probe {
+    /// Cost per second, when it began.
+    rate: f64,
     /// Since when it has only what the probe needs.
     drained: Option<Time>,
     samples: u32,
@@ -99,8 +101,7 @@ impl Watch {
             probe.best = if probe.samples == 0 { took } else { probe.best.min(took) };
             probe.samples += 1;
             if probe.samples >= PROBE_SAMPLES {
-                let rate = self.meter.rate().unwrap_or_default();
-                self.latency = Some(Latency { took: probe.best, found: now, rate });
+                self.latency = Some(Latency { took: probe.best, found: now, rate: probe.rate });
                 self.probe = None;
             }
         }
@@ -110,29 +111,38 @@ impl Watch {
         self.probe = None;
     }
 
-    /// True unless it has enough to read, and more than its latency needs.
-    pub(super) fn admits(&mut self, now: Time, enough: Duration) -> bool {
+    /// True unless with this read it has more than enough to read, and more than its latency needs.
+    pub(super) fn admits(&mut self, now: Time, enough: Duration, bytes: usize) -> bool {
         if let Some(probe) = &mut self.probe {
-            let few = self.meter.jobs() <= 1;
-            if few && probe.drained.is_none() {
+            let none = self.meter.jobs() == 0;
+            if none && probe.drained.is_none() {
                 probe.drained = Some(now);
             }
-            return few;
+            return none;
         }
         // One at work and one to follow it, whatever they take.
-        let Some(wait) = self.meter.wait().filter(|_| self.meter.jobs() > 1) else { return true };
-        if wait <= enough {
+        let Some(rate) = self.rate(now).filter(|_| self.meter.jobs() > 1) else { return true };
+        let waits = self.meter.wait_at(rate, 0).zip(self.meter.wait_at(rate, cost(bytes)));
+        let Some((wait, with_this)) = waits else { return true };
+        if with_this <= enough {
             return true;
         }
         match &self.latency {
             Some(latency) if latency.holds(now, enough, &self.meter) => {
-                wait <= (latency.took + enough).max(latency.took.mul_f64(SLACK))
+                with_this <= latency.took + enough || wait <= latency.took.mul_f64(SLACK)
             }
             Some(_) | None => {
-                self.probe = Some(Probe::default());
+                self.probe = Some(Probe { rate, ..Probe::default() });
                 false
             }
         }
+    }
+
+    /// Cost per second: after a probe, which let it do little, no less than before.
+    fn rate(&self, now: Time) -> Option<f64> {
+        let recent = self.latency.as_ref().filter(|latency| now.since(latency.found) < WINDOW + latency.took);
+        let before = recent.map(|latency| latency.rate);
+        self.meter.rate().into_iter().chain(before).reduce(f64::max)
     }
 
     pub(super) fn was_probed(&self, now: Time) -> bool {
