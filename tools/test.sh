@@ -58,6 +58,24 @@ if [ -n "$missing" ]; then
     echo "missing: $missing; the tests that need them will be skipped (as root they would be installed)" >&2
   fi
 fi
+# The package would start a service: it is downloaded and unpacked, and needs nothing but libc.
+prometheus=${NEWEL_PROMETHEUS_CACHE:-${XDG_CACHE_HOME:-/var/cache}/newel-prometheus}
+download() { apt-get download -o APT::Sandbox::User=root prometheus >/dev/null; }
+unpack_prometheus() {
+  local new status=0
+  mkdir -p "$(dirname "$prometheus")" && new=$(mktemp -d "$prometheus.XXXXXX") || return
+  # It gets its name once it is whole, and runs.
+  (cd "$new" && { download || { apt-get update >/dev/null && download; }; } && dpkg -x prometheus_*.deb all) &&
+    "$new/all/usr/bin/prometheus" --version >/dev/null && "$new/all/usr/bin/promtool" --version >/dev/null &&
+    rm -rf "$prometheus" && mv -T "$new/all" "$prometheus" || status=$?
+  rm -rf "$new"
+  return "$status"
+}
+if ! { command -v prometheus && command -v promtool; } >/dev/null &&
+  ! { [ -x "$prometheus/usr/bin/prometheus" ] && [ -x "$prometheus/usr/bin/promtool" ]; }; then
+  echo "unpacking prometheus into $prometheus"
+  unpack_prometheus || echo "could not unpack prometheus; the test that needs it will be skipped" >&2
+fi
 
 # --- build and run --------------------------------------------------------------------------------
 # The tests start the daemons from target/release: `cargo test` alone doesn't build them.

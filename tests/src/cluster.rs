@@ -8,8 +8,8 @@
 //! - No daemon panics: each one's log is looked through at its end.
 
 use std::fs::OpenOptions;
-use std::io::{Read as _, Write as _};
-use std::os::unix::net::UnixStream;
+use std::io::Write as _;
+use std::net::SocketAddr;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -22,6 +22,7 @@ use rustix::process::{Signal, kill_process};
 use uuid::Uuid;
 
 use crate::command::{Ran, Running, path, program, run, temp_dir};
+use crate::http;
 use crate::nbd::{Address, Client};
 use crate::starved_disk::StarvedDisk;
 use crate::volume::{RECOVERY_MAX, REPLICAS, as_pid, check_region};
@@ -70,17 +71,28 @@ pub struct Place {
 
 #[derive(Clone, Debug)]
 pub struct Options {
+    /// The volume's, and its NBD export's.
+    pub name: &'static str,
     pub size: &'static str,
     /// A configuration file of the upstairs.
     pub config: &'static str,
     pub replicas: [Place; REPLICAS],
     /// The network namespace of the upstairs.
     pub upstairs: Option<String>,
+    /// The status on TCP, and not on a unix socket.
+    pub status_on_tcp: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { size: "256M", config: "", replicas: Default::default(), upstairs: None }
+        Self {
+            name: "newel",
+            size: "256M",
+            config: "",
+            replicas: Default::default(),
+            upstairs: None,
+            status_on_tcp: false,
+        }
     }
 }
 
@@ -92,6 +104,7 @@ pub struct Cluster {
     /// Of the sockets of the upstairs in force.
     suffix: String,
     addresses: [String; REPLICAS],
+    status_on_tcp: Option<SocketAddr>,
     daemons: [Option<Running>; REPLICAS + 1],
 }
 
@@ -137,12 +150,15 @@ impl Cluster {
             Some((_, address)) => format!("{address}:{PORT}"),
             None => own_address(),
         });
+        let status_on_tcp =
+            options.status_on_tcp.then(|| own_address().parse().expect("it is an address with a port"));
         let cluster = Self {
             dir,
             volume_id: Uuid::new_v4(),
             options,
             suffix: String::new(),
             addresses,
+            status_on_tcp,
             daemons: Default::default(),
         };
         for replica in 0..REPLICAS {
@@ -209,12 +225,13 @@ impl Cluster {
     /// An upstairs of this volume, on sockets with a suffix.
     pub fn upstairs_command(&self, suffix: &str) -> Command {
         let mut command = in_network(self.options.upstairs.as_deref(), "newel-upstairs");
-        command.args(["run", "--volume", "newel", "--volume-id", &self.volume_id.to_string()]);
+        command.args(["run", "--volume", self.options.name, "--volume-id", &self.volume_id.to_string()]);
         for address in &self.addresses {
             command.args(["--replica", address]);
         }
         let socket = |name: &str| format!("unix:{}", self.socket(name, suffix).display());
-        command.args(["--listen", &socket("nbd"), "--status", &socket("status")]);
+        let status = self.status_on_tcp.map_or_else(|| socket("status"), |address| format!("tcp:{address}"));
+        command.args(["--listen", &socket("nbd"), "--status", &status]);
         command.arg("--config").arg(self.dir().join("upstairs.toml"));
         if self.options.upstairs.is_some() {
             command.arg("--allow-plaintext");
@@ -310,6 +327,11 @@ impl Cluster {
         self.socket("status", &self.suffix)
     }
 
+    /// Where the status, and what Prometheus reads, is served.
+    pub fn status_address(&self) -> Address {
+        self.status_on_tcp.map_or_else(|| Address::Unix(self.status_socket()), Address::Tcp)
+    }
+
     /// The status page, unless the upstairs is away or stopped.
     pub fn try_status(&self) -> Option<Status> {
         let body = self.get("/status")?;
@@ -336,14 +358,9 @@ impl Cluster {
 
     /// Whatever lies at this path of the status address, unless the upstairs is away or stopped.
     pub fn get(&self, path: &str) -> Option<String> {
-        let mut stream = UnixStream::connect(self.status_socket()).ok()?;
-        stream.set_read_timeout(Some(STATUS_MAX)).ok()?;
-        write!(stream, "GET {path} HTTP/1.1\r\nHost: newel\r\nConnection: close\r\n\r\n").ok()?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).ok()?;
-        let (head, body) = answer.split_once("\r\n\r\n")?;
-        assert!(head.starts_with("HTTP/1.1 200"), "{answer}");
-        Some(body.to_owned())
+        let answer = http::get(&self.status_address(), path, STATUS_MAX).ok()?;
+        assert_eq!(answer.status, 200, "{}", answer.body);
+        Some(answer.body)
     }
 
     #[track_caller]

@@ -84,6 +84,14 @@ impl Stream {
         Ok(stream)
     }
 
+    /// How long the other side may say nothing.
+    pub fn set_silence(&self, silence: Duration) -> io::Result<()> {
+        match self {
+            Self::Unix(unix) => unix.set_read_timeout(Some(silence)),
+            Self::Tcp(tcp) => tcp.set_read_timeout(Some(silence)),
+        }
+    }
+
     pub fn try_clone(&self) -> io::Result<Self> {
         Ok(match self {
             Self::Unix(unix) => Self::Unix(unix.try_clone()?),
