@@ -66,7 +66,7 @@ for example in tools/debian/examples/*; do
   put 644 "$example" "usr/share/doc/newel/examples/${example##*/}"
 done
 # The dashboard, the alert rules and the tracing: nothing uses them unasked.
-for file in tools/grafana/* tools/trace/*.bt; do
+for file in tools/grafana/newel.json tools/grafana/alerts.yml tools/trace/*.bt; do
   put 644 "$file" "usr/share/newel/${file#tools/}"
 done
 for script in tools/trace/*.sh; do
