@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One replica slower than the others, with the throttle and without: what its queue comes to in milliseconds of its own rate, by how much
-# the fastest is ahead, what the guest gets, and for which part of the time reads are held back. The first second is left out.
+# the fastest is ahead, what the guest gets, and for which part of the time reads are held back. The first second of reads is left out.
 #
 # usage: tools/throttle.sh [-f FAULTS] [-j "JOB ..."] [-t SECONDS] [-c LINE] [-d DIR] [-n]
 #
@@ -43,14 +43,15 @@ watch_volume() { # twenty looks a second
 figures() { # LOOKS REPORT : a line of the table
   report_of "$2" | jq '.jobs[0].read.iops' >"$WORK/iops"
   sed '$d' "$1" | jq -rs --argjson guest "$(cat "$WORK/iops")" '
-    map(select(.at > $from.at + 1)) as $looks
+    (map(select(any(.status.replicas[]; .queue_jobs > 0))) | first.at) as $began
+    | map(select(.at > $began + 1)) as $looks
     | (($looks[-1].status.replicas[2].work.reads - $looks[0].status.replicas[2].work.reads) / ($looks[-1].at - $looks[0].at)) as $rate
     | def ms: . / 1000 * 10 | round / 10;
       ($looks | map(.status.replicas[2].queue_jobs / $rate * 1e6) | sort) as $queue
     | ($looks | map(.status.replicas | map(.read_lead_us // 0) | max) | sort) as $lead
     | ($looks | map(select(.status.reads.waiting > 0 or any(.status.replicas[]; .read_delay_us > 0))) | length) as $held
     | " \($guest | round) | \($rate | round) | \($guest / $rate * 1000 | round / 1000) | \($queue[($queue | length) / 2 | floor] | ms) | \($queue[-1] | ms)"
-      + " | \($lead[0] | ms) to \($lead[-1] | ms) | \($held * 1000 / ($looks | length) | round / 10)% |"' --argjson from "$(head -1 "$1")"
+      + " | \($lead[0] | ms) to \($lead[-1] | ms) | \($held * 1000 / ($looks | length) | round / 10)% |"'
 }
 
 volume_start "$WORK/volume" --size "$SIZE" --log warn

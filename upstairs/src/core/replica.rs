@@ -265,35 +265,56 @@ impl Replica {
     }
 }
 
-/// Reply times of one replica over guest jobs. The mean and the lead are smoothed over the last few dozen jobs.
+/// Reply times of one replica over guest jobs, smoothed for whoever looks on.
 #[derive(Debug, Default)]
 pub(super) struct ReplyTimes {
     pub(super) last_us: Option<u64>,
-    mean_us: Option<f64>,
-    lead_us: Option<f64>,
+    mean: Smoothed,
+    lead: Smoothed,
 }
 
-/// Weight of a new sample: about the last 64 jobs count.
-const SMOOTHING: f64 = 1.0 / 64.0;
+/// A mean over the last tenth of a second, at least over a few samples, and at most over a few dozen.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Smoothed {
+    value: Option<f64>,
+    at: Time,
+}
+
+impl Smoothed {
+    const OVER: Duration = Duration::from_millis(100);
+    const WEIGHT_MIN: f64 = 1.0 / 64.0;
+    const WEIGHT_MAX: f64 = 1.0 / 4.0;
+
+    pub(super) fn record(&mut self, now: Time, sample: Duration) {
+        let sample = sample.as_secs_f64();
+        let since = now.since(self.at).as_secs_f64();
+        let weight = (since / (since + Self::OVER.as_secs_f64())).clamp(Self::WEIGHT_MIN, Self::WEIGHT_MAX);
+        self.value = Some(self.value.map_or(sample, |old| old + (sample - old) * weight));
+        self.at = now;
+    }
+
+    pub(super) fn get(&self) -> Option<Duration> {
+        self.value.map(Duration::from_secs_f64)
+    }
+}
 
 impl ReplyTimes {
-    pub(super) fn record(&mut self, took: Duration) {
-        let took_us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
-        self.last_us = Some(took_us);
-        self.mean_us = Some(smooth(self.mean_us, took.as_secs_f64() * 1e6));
+    pub(super) fn record(&mut self, now: Time, took: Duration) {
+        self.last_us = Some(to_us(took));
+        self.mean.record(now, took);
     }
 
     /// How much earlier than the slowest this replica answered a job that all Active ones answered.
-    pub(super) fn record_lead(&mut self, lead: Duration) {
-        self.lead_us = Some(smooth(self.lead_us, lead.as_secs_f64() * 1e6));
+    pub(super) fn record_lead(&mut self, now: Time, lead: Duration) {
+        self.lead.record(now, lead);
     }
 
     pub(super) fn mean_us(&self) -> Option<u64> {
-        self.mean_us.map(to_us)
+        self.mean.get().map(to_us)
     }
 
     pub(super) fn lead_us(&self) -> Option<u64> {
-        self.lead_us.map(to_us)
+        self.lead.get().map(to_us)
     }
 
     fn clear(&mut self) {
@@ -302,17 +323,12 @@ impl ReplyTimes {
 
     /// A replica joined or left: leads over the old set say nothing about the new one.
     pub(super) fn clear_lead(&mut self) {
-        self.lead_us = None;
+        self.lead = Smoothed::default();
     }
 }
 
-fn smooth(old: Option<f64>, sample: f64) -> f64 {
-    old.map_or(sample, |old| old + (sample - old) * SMOOTHING)
-}
-
-#[expect(clippy::cast_possible_truncation, reason = "a non-negative time in µs, shown to people")]
-fn to_us(value: f64) -> u64 {
-    value.max(0.0) as u64
+fn to_us(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -100,7 +100,7 @@ impl Core {
             self.trace.mark(slot, now, What::Failed, id);
         }
         if active && !matches!(owner, Owner::Internal(_)) {
-            replica.times.record(took);
+            replica.times.record(now, took);
             replica.work.record(done, data, took);
         }
         match (result, owner) {
@@ -140,7 +140,7 @@ impl Core {
         if job.is_internal() || active.len() < QUORUM || !job.owed.and(active).is_empty() {
             return;
         }
-        let (replied, sent) = (job.replied, job.sent);
+        let (now, replied, sent) = (self.now, job.replied, job.sent);
         let whole = job.is_read()
             && job.readers == active
             && job.read.as_ref().is_none_or(|read| read.failed.is_empty());
@@ -150,7 +150,7 @@ impl Core {
         let slowest = active.iter().filter_map(|id| replied[id.index()]).max().unwrap_or_default();
         for id in active.iter() {
             if let Some(at) = replied[id.index()] {
-                self.replica_mut(id).times.record_lead(slowest.since(at));
+                self.replica_mut(id).times.record_lead(now, slowest.since(at));
             }
         }
         if whole {

@@ -3,11 +3,13 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+use std::time::Duration;
 
 use newel_protocol::JobId;
 
 use super::api::{ReplicaId, ReplicaSet, Time};
 use super::config::ThrottleConfig;
+use super::replica::Smoothed;
 use super::throttle::{Sample, Throttle};
 
 pub(super) const US: u64 = 1_000;
@@ -152,7 +154,7 @@ pub(super) struct Model {
     sizes: Vec<usize>,
     open: usize,
     answered_bytes: u64,
-    leads: [f64; 3],
+    leads: [Smoothed; 3],
     /// When each read was answered and how long it took.
     pub(super) answers: Vec<(u64, u64)>,
     looks: Vec<Look>,
@@ -183,7 +185,7 @@ impl Model {
             sizes: sizes.into(),
             open: 0,
             answered_bytes: 0,
-            leads: [0.0; 3],
+            leads: Default::default(),
             answers: Vec::new(),
             looks: Vec::new(),
             changes: Vec::new(),
@@ -376,9 +378,8 @@ impl Model {
         let replied = |id: ReplicaId| read.replied[id.index()].unwrap();
         let slowest = active.iter().map(replied).max().unwrap();
         for id in active.iter() {
-            let lead = (slowest - replied(id)) as f64 / 1e6;
-            let smooth = &mut self.leads[id.index()];
-            *smooth += (lead - *smooth) / 64.0;
+            let lead = Duration::from_nanos(slowest - replied(id));
+            self.leads[id.index()].record(Time(self.now), lead);
         }
         let samples = active.iter().map(|id| Sample {
             replica: id,
@@ -405,7 +406,8 @@ impl Model {
             delay_ms: delay.into_iter().fold(0.0, f64::max),
             gated: self.throttle.gated(),
             answered_bytes: self.answered_bytes,
-            lead_ms: self.leads.into_iter().fold(0.0, f64::max),
+            lead_ms: self.leads.iter().filter_map(Smoothed::get).max().unwrap_or_default().as_secs_f64()
+                * 1e3,
         });
     }
 }

@@ -182,10 +182,14 @@ fn a_replica_that_leaves_takes_every_delay_with_it_and_finds_none() {
 fn short_bursts_are_not_delayed() {
     // 30 reads that take the slow one 9 ms, and time to recover before the next.
     let (fast, slow) = (Server::one_at_a_time(100 * US), Server::one_at_a_time(300 * US));
-    let mut model = Model::new([fast.clone(), fast, slow.clone()], 0, &[4 << 10]);
+    let mut model = Model::new([fast.clone(), fast.clone(), slow.clone()], 0, &[4 << 10]);
     (0..400).for_each(|burst| model.at(burst * 25 * MS, Ev::Burst(30)));
     let looks = model.run(10 * SECOND);
     assert!(!looks.iter().any(held), "a burst was delayed");
+    // Longer than the lead, but far apart: a pause is no lead that lasts.
+    let mut model = Model::new([fast.clone(), fast.clone(), slow.clone()], 0, &[4 << 10]);
+    (0..40).for_each(|burst| model.at(burst * 230 * MS, Ev::Burst(200)));
+    assert!(!model.run(10 * SECOND).iter().any(held), "a burst after a pause was delayed");
     // The control: without the pauses they are a backlog.
     let mut model =
         Model::new([Server::one_at_a_time(100 * US), Server::one_at_a_time(100 * US), slow], 0, &[4 << 10]);
