@@ -32,10 +32,12 @@ use super::watch::{Watch, cost};
 /// The lead that is aimed at, over the limit: far enough above it not to flicker.
 const AIM: f64 = 1.25;
 /// Throttling begins once the lead has been above the limit for so long: on a busy host equal replicas, too, take turns in being late.
-const BEGIN_AFTER: Duration = Duration::from_millis(200);
+const BEGIN_AFTER: Duration = Duration::from_millis(100);
 /// It also begins once a replica has reads for so many times the limit more than another one: far more than what piles up
 /// while an equal one is held up by its host for 50 ms.
 const FAR: u32 = 10;
+/// While nothing is kept back, leads and backlogs are looked at once in this time, however many reads there are.
+const JUDGE_EVERY: Duration = Duration::from_millis(1);
 /// Throttling ends once the lead is below this part of the limit.
 const END: f64 = 0.8;
 /// And has been for so long.
@@ -65,6 +67,9 @@ pub(super) struct Throttle {
     low_since: Option<Time>,
     /// Since when it is above the limit.
     high_since: Option<Time>,
+    judged: Time,
+    /// When backlogs were looked at.
+    looked: Time,
     waiting: Waiting,
     change: Option<Change>,
 }
@@ -102,6 +107,8 @@ impl Throttle {
             closing: None,
             low_since: None,
             high_since: None,
+            judged: Time::default(),
+            looked: Time::default(),
             waiting: Waiting::default(),
             change: None,
         }
@@ -178,8 +185,9 @@ impl Throttle {
     /// A read came back, whatever the result.
     pub(super) fn replied(&mut self, now: Time, sent: Time, replica: ReplicaId, bytes: usize) {
         self.watched[replica.index()].replied(now, sent, bytes);
-        if self.config.enabled && !self.on {
-            self.look_for_backlog(now, replica);
+        if self.config.enabled && !self.on && now.since(self.looked) >= JUDGE_EVERY {
+            self.looked = now;
+            self.active.iter().for_each(|replica| self.look_for_backlog(now, replica));
         }
     }
 
@@ -206,7 +214,10 @@ impl Throttle {
             self.active.insert(replica);
             self.watched[replica.index()].record(now, replied.since(sent));
         }
-        self.judge(now);
+        if self.on || now.since(self.judged) >= JUDGE_EVERY {
+            self.judged = now;
+            self.judge(now);
+        }
     }
 
     /// Begins or ends throttling.
