@@ -53,7 +53,13 @@ mod tests;
 #[cfg(test)]
 mod tests_admin;
 #[cfg(test)]
+mod tests_fake;
+#[cfg(test)]
+mod tests_random;
+#[cfg(test)]
 mod tests_reads;
+#[cfg(test)]
+mod tests_world;
 mod throttle;
 #[cfg(test)]
 mod throttle_model;

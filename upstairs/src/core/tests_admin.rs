@@ -1,4 +1,4 @@
-//! Replacement and scrub against the replicas in memory of [`super::tests`].
+//! Replacement and scrub against the replicas in memory of `tests_world`.
 
 use bytes::Bytes;
 use newel_protocol::wire::{Membership, Request, Welcome};
@@ -8,7 +8,8 @@ use uuid::Uuid;
 use super::api::{Event, GuestError, GuestOp, GuestReply, ReplicaId, Time};
 use super::config::Timing;
 use super::status::ScrubStatus;
-use super::tests::{BLOCKS, Fake, World};
+use super::tests_fake::{BLOCKS, Fake};
+use super::tests_world::World;
 
 fn welcome(fake: &Fake) -> Welcome {
     Welcome {

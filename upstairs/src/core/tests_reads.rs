@@ -1,4 +1,4 @@
-//! Reads that are throttled, cancelled or witnessed, against the replicas in memory of `tests`.
+//! Reads that are throttled, cancelled or witnessed, against the replicas in memory of `tests_world`.
 
 use std::time::Duration;
 
@@ -7,7 +7,8 @@ use newel_protocol::wire::{JobError, Op, ReadMode, Reply, Request, StageTimes};
 
 use super::api::{Event, GuestOp, GuestReply, ReplicaId, Time};
 use super::config::{ReadPolicy, Reads};
-use super::tests::{BLOCKS, MS, World, config};
+use super::tests_fake::{BLOCKS, Fake};
+use super::tests_world::{MS, World, config};
 
 const READ: GuestOp = GuestOp::Read { offset: 0, length: 4096 };
 
@@ -124,7 +125,7 @@ fn witness() -> Reads {
 
 /// What each replica was asked for by the last read.
 fn asked(world: &World) -> Vec<Vec<ReadMode>> {
-    let modes = |fake: &super::tests::Fake| {
+    let modes = |fake: &Fake| {
         let mode = |request: &Request| {
             if let Request::Job { op: Op::Read { mode, .. }, .. } = request { Some(*mode) } else { None }
         };

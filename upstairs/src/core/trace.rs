@@ -440,7 +440,7 @@ mod tests {
     use allocation_counter::measure;
 
     use super::*;
-    use crate::core::tests::config;
+    use crate::core::tests_world::config;
 
     const JOBS: u64 = 10_000;
 

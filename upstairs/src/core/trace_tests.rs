@@ -9,7 +9,7 @@ use newel_protocol::wire::{Reply, Request, StageTimes};
 use super::Core;
 use super::api::{Event, GuestId, GuestOp, ReplicaId, Time};
 use super::slow::SlowIo;
-use super::tests::{MS, World, config};
+use super::tests_world::{MS, World, config};
 use super::timeline::{Record, What, Why};
 
 fn write(block: u64) -> GuestOp {
