@@ -5,15 +5,19 @@
 
 use std::time::Duration;
 
-use super::{Change, Core, GuestRequest, Kind, ReqKey, Requests, Waiting, What};
+use super::admission::Waiting;
+use super::change::{Change, What};
+use super::{GuestRequest, Kind, Requests};
+use crate::core::Core;
 use crate::core::api::{GuestOp, Time};
+use crate::core::jobs::ReqKey;
 use crate::core::timeline::{Operation, Stamp, Ticks, Timeline};
 use crate::core::trace::Origin;
 
 impl Requests {
     /// Where the next job of this request comes from.
     pub(in crate::core) fn origin(&mut self, key: ReqKey) -> Option<Origin> {
-        let request = self.get_mut(key)?;
+        let request = self.table.get_mut(key)?;
         let record = std::mem::take(&mut request.record);
         let GuestRequest { stamp, received, admitted, .. } = *request;
         Some(Origin { request: stamp, received, admitted, record })
@@ -21,29 +25,27 @@ impl Requests {
 
     /// When the oldest request that waits and has no record was received.
     pub(in crate::core) fn unreported(&self) -> Option<Time> {
-        self.queue.get(self.reported).map(|waiting| waiting.received)
+        self.queue.waiting.get(self.queue.reported).map(|waiting| waiting.received)
     }
 
     /// That request, if it has waited for so long.
     pub(in crate::core) fn next_unreported(&self, now: Time, threshold: Duration) -> Option<Timeline> {
-        let waiting = self.queue.get(self.reported)?;
+        let waiting = self.queue.waiting.get(self.queue.reported)?;
         (now.since(waiting.received) >= threshold).then(|| waiting.timeline())
     }
 
     pub(in crate::core) fn set_reported(&mut self, record: u32) {
-        if let Some(waiting) = self.queue.get_mut(self.reported) {
+        if let Some(waiting) = self.queue.waiting.get_mut(self.queue.reported) {
             waiting.record = record;
-            self.reported += 1;
+            self.queue.reported += 1;
         }
     }
 
     /// Requests that have no job: they wait for admission, or for a lock. At most so many.
     pub(in crate::core) fn without_job(&self, most: usize) -> impl Iterator<Item = Timeline> {
-        let blocked = self.blocked.iter().filter_map(|key| {
-            let request = self.slab.get(key.index)?.as_ref().filter(|request| request.stamp == key.stamp)?;
-            Some(request.timeline())
-        });
-        blocked.take(most).chain(self.queue.iter().take(most).map(Waiting::timeline))
+        let blocked =
+            self.locks.blocked.iter().filter_map(|&key| self.table.get(key).map(GuestRequest::timeline));
+        blocked.take(most).chain(self.queue.waiting.iter().take(most).map(Waiting::timeline))
     }
 }
 
