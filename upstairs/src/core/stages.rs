@@ -2,7 +2,7 @@
 //!
 //! Invariants:
 //! - Memory is set at the start: nothing is allocated for a job, however long it takes.
-//! - Only guests' jobs count. A read that was cancelled counts for nothing.
+//! - Only guests' jobs count, at every replica that answers them, joiners too. A read that was cancelled counts for nothing.
 //! - Samples are taken down one after the other and counted by the batch: each would touch some twenty lines of memory all over
 //!   the histograms, which by then the caches have long given to somebody else.
 //!

@@ -2,7 +2,11 @@
 //! between.
 //!
 //! Invariants:
-//! - Recording costs a few additions. Memory is fixed once the longest latency was seen, and bounded.
+//! - Recording costs a few additions (about 3 ns). Memory is fixed once the longest latency was seen, and bounded.
+//! - It is counted whether jobs are traced or not, so `newel top` and the page have rates and percentiles either way.
+//!
+//! Not to be had from [`stages`](super::stages), nor those from here: here a guest's *request* counts, from its admission on, and a
+//! replica's reply only while that is Active; there it is *jobs*, by operation, from the socket on, and what joiners answer too.
 
 use std::time::Duration;
 
