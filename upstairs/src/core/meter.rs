@@ -10,10 +10,10 @@ use std::time::Duration;
 use super::api::Time;
 
 /// The rate is taken over so many marks, each at least so far from the one before.
-const MARKS: usize = 20;
+const MARKS: u32 = 20;
 const MARK_EVERY: Duration = Duration::from_millis(10);
 /// What was done longer ago has no effect on the rate.
-pub(super) const WINDOW: Duration = MARK_EVERY.saturating_mul(MARKS as u32);
+pub(super) const WINDOW: Duration = MARK_EVERY.saturating_mul(MARKS);
 /// A pause is one that lasts so many times the usual, and at least so long.
 const PAUSE: f64 = 8.0;
 const PAUSE_MIN: Duration = Duration::from_millis(50);
@@ -81,7 +81,7 @@ impl Meter {
         self.busy_since = (self.jobs > 0).then_some(now);
         if self.marks.back().is_none_or(|mark| now.since(mark.at) >= MARK_EVERY) {
             self.marks.push_back(self.sums);
-            if self.marks.len() > MARKS {
+            if self.marks.len() > MARKS as usize {
                 self.marks.pop_front();
             }
         }
