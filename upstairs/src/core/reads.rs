@@ -123,8 +123,9 @@ impl Core {
             }
         } else if answered {
             // The slowest was first: how long the others take says how much their delay is too long.
+            let Some(cost) = self.jobs.get(id).map(|job| job.cost) else { return };
             let targets = waited.and(self.active());
-            self.fan_out(id, targets);
+            self.send_job(id, targets.iter().filter(|&replica| self.can_read_more(replica, cost)).collect());
         }
     }
 
