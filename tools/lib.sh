@@ -51,6 +51,12 @@ volume_stop() { # PID
   while kill -0 "$1" 2>/dev/null; do sleep 0.05; done
 }
 
+volumes_stop() { # all of UPS
+  local pid
+  for pid in "${UPS[@]}"; do volume_stop "$pid"; done
+  UPS=()
+}
+
 # fio puts warnings before its report, one of them without an end of its line.
 report_of() { sed -n '/{$/,$p' "$1" | sed '1s/^.*{$/{/'; }
 

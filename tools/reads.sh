@@ -33,7 +33,6 @@ read_volume() { # FIO-ARGUMENT... : bytes per second
   report_of "$WORK/report" | jq '.jobs[0].read.bw_bytes'
 }
 
-
 config() { # WAY
   case $1 in
     off) printf '[throttle]\nenabled = false\n' ;;

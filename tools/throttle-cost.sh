@@ -31,27 +31,26 @@ cleanup() {
   local pid
   [ -z "$WATCHER" ] || kill "$WATCHER" 2>/dev/null || true
   for pid in "${LOADS[@]}"; do kill -KILL "$pid" 2>/dev/null || true; done
-  for pid in "${UPS[@]}"; do volume_stop "$pid"; done
+  volumes_stop
   rm -rf "$WORK" "$STORE"
 }
 trap cleanup EXIT
 
 volumes_start() { # ENABLED ENABLED: whether the first and the second volume throttle
-  local number replica
+  local number
   UPS=() URIS=()
   for number in 1 2; do
     printf '[throttle]\nenabled = %s\n' "${!number}" >"$WORK/config-$number"
     volume_start "$WORK/volume-$number" --size "$SIZE" --log warn --upstairs-config "$WORK/config-$number"
     UPS+=("$UP") URIS+=("$URI")
-    if [ -n "$FAULTS" ]; then
-      for replica in 0 1 2; do "$BIN/newel" fault --dir "$WORK/volume-$number" --replica "$replica" "$FAULTS" >/dev/null; done
-    fi
   done
 }
-volumes_stop() {
-  local pid
-  for pid in "${UPS[@]}"; do volume_stop "$pid"; done
-  UPS=()
+suffer() { # on all replicas of both volumes what -f says
+  local number replica
+  [ -n "$FAULTS" ] || return 0
+  for number in 1 2; do
+    for replica in 0 1 2; do "$BIN/newel" fault --dir "$WORK/volume-$number" --replica "$replica" "$FAULTS" >/dev/null; done
+  done
 }
 
 watch_volume() { # NUMBER: twenty looks a second
@@ -71,17 +70,16 @@ for number in 1 2; do
   mkdir "$STORE/$number"
   ln -s "$STORE/$number" "$WORK/volume-$number"
 done
-FAULTS_LATER=$FAULTS FAULTS=''
 volumes_start false false
 for uri in "${URIS[@]}"; do
   fio --name=fill --ioengine=nbd "--uri=$uri" --thread --rw=write --bs=1m --iodepth=8 "--size=$SIZE" --end_fsync=1 >"$WORK/fill.out"
 done
 volumes_stop
-FAULTS=$FAULTS_LATER
 for pair in $(seq "$PAIRS"); do
   ways=(false true)
   [ $((pair % 2)) = 0 ] || ways=(true false)
   volumes_start "${ways[@]}"
+  suffer
   [ "${ways[0]}" = true ] && throttled=1 || throttled=2
   for job in $JOBS; do
     IFS=: read -r size kind depth <<<"$job"

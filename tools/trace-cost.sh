@@ -42,7 +42,7 @@ UPS=() LOADS=()
 cleanup() {
   local pid
   for pid in "${LOADS[@]}"; do kill -KILL "$pid" 2>/dev/null || true; done
-  for pid in "${UPS[@]}"; do volume_stop "$pid"; done
+  volumes_stop
   rm -rf "$WORK"
 }
 trap cleanup EXIT
@@ -55,11 +55,6 @@ volumes_start() { # WAY WAY: of the first and the second volume
     volume_start "$WORK/volume-$number" --size "$SIZE" --log warn
     UPS+=("$UP") URIS+=("$URI")
   done
-}
-volumes_stop() {
-  local pid
-  for pid in "${UPS[@]}"; do volume_stop "$pid"; done
-  UPS=()
 }
 
 volumes_start on on

@@ -41,6 +41,14 @@ pub fn temp_dir() -> tempfile::TempDir {
     tempfile::Builder::new().prefix("t").tempdir_in(tmp_root()).expect("target/tmp is writable")
 }
 
+/// Where what tests are made of is kept from run to run: this variable says where, or it is `name` below the caches of the user or system.
+pub fn cache_dir(variable: &str, name: &str) -> PathBuf {
+    if let Some(dir) = std::env::var_os(variable) {
+        return dir.into();
+    }
+    std::env::var_os("XDG_CACHE_HOME").map_or_else(|| "/var/cache".into(), PathBuf::from).join(name)
+}
+
 /// Where Debian keeps the programs of administration is not always in the path.
 pub fn path() -> String {
     format!("{}:/usr/local/sbin:/usr/sbin:/sbin", std::env::var("PATH").unwrap_or_default())

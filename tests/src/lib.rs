@@ -30,6 +30,7 @@ pub mod sim;
 pub mod skip;
 pub mod small_disk;
 pub mod starved_disk;
+pub mod tracer;
 pub mod vm;
 pub mod volume;
 pub mod wait;

@@ -12,7 +12,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::cluster::own_address;
-use crate::command::{Ran, Running, path, run, temp_dir};
+use crate::command::{Ran, Running, cache_dir, path, run, temp_dir};
 use crate::http::{self, encoded};
 use crate::nbd::Address;
 use crate::skip::skipped;
@@ -62,13 +62,7 @@ fn find(name: &str) -> Option<PathBuf> {
 
 /// Where `tools/test.sh` unpacks Debian's package.
 fn unpacked() -> PathBuf {
-    if let Some(dir) = std::env::var_os("NEWEL_PROMETHEUS_CACHE") {
-        return dir.into();
-    }
-    match std::env::var_os("XDG_CACHE_HOME") {
-        Some(dir) => PathBuf::from(dir).join("newel-prometheus"),
-        None => PathBuf::from("/var/cache/newel-prometheus"),
-    }
+    cache_dir("NEWEL_PROMETHEUS_CACHE", "newel-prometheus")
 }
 
 #[derive(Debug)]

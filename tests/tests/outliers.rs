@@ -1,14 +1,14 @@
 //! `tools/trace/outliers.sh` points at the stage of a block device that keeps a request waiting: the tag wait where tags are few, the
 //! device where there are enough of them and it is slow. The load is the same in both, so each is the other's control.
 
-use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use newel_tests::command::{Running, run};
 use newel_tests::lock::Heavy;
-use newel_tests::skip::{have, skipped};
+use newel_tests::skip::have;
 use newel_tests::starved_disk::StarvedDisk;
+use newel_tests::tracer::{self, script};
 use newel_tests::volume::as_pid;
 use newel_tests::wait;
 use rustix::process::{Signal, kill_process};
@@ -34,20 +34,12 @@ struct Blamed {
     other: usize,
 }
 
-fn script() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tools/trace/outliers.sh")
-}
-
 /// Sixteen threads that write one block after the other, and what the script says of the device that carries the file system.
 #[track_caller]
 fn watch(disk: &StarvedDisk, fault: Fault) -> Blamed {
     let file = disk.path().join("load");
     std::fs::write(&file, vec![1; 32 << 20]).expect("the disk has room");
-    let mut tracer = Running::start(Command::new(script()).args(["-m", SLOW_MS]).arg(&file));
-    wait::until("the script watches", PATIENCE, || {
-        assert!(tracer.running(), "{}{}", tracer.stdout(), tracer.stderr());
-        tracer.stdout().contains("watching for requests").then_some(())
-    });
+    let tracer = tracer::watch(script("outliers.sh").args(["-m", SLOW_MS]).arg(&file));
     let mut load = Command::new("fio");
     load.args(["--name=load", "--rw=randwrite", "--bs=128k", "--size=32m", "--direct=1", "--ioengine=psync"]);
     load.args(["--numjobs=16", "--thread", "--time_based", "--runtime=600"]);
@@ -61,10 +53,8 @@ fn watch(disk: &StarvedDisk, fault: Fault) -> Blamed {
     disk.feed();
     kill_process(as_pid(load.pid()), Signal::INT).expect("fio runs");
     load.wait(PATIENCE);
-    kill_process(as_pid(tracer.pid()), Signal::INT).expect("the script runs");
-    let said = tracer.wait(PATIENCE).ok().stdout;
-    // The first device that it names is the one that the file lies on.
-    let upper = said.split(['(', ')']).nth(1).expect("it names its devices").to_owned();
+    let said = tracer::end(tracer);
+    let upper = tracer::upper_device(&said);
     let mut blamed = Blamed::default();
     for line in said.lines().filter(|line| line.contains(&format!(" {upper} W"))) {
         if line.ends_with("the device's queue was full") && line.contains("a TAG") {
@@ -82,18 +72,10 @@ fn watch(disk: &StarvedDisk, fault: Fault) -> Blamed {
 fn a_full_queue_is_blamed_on_the_tags_and_a_slow_device_on_the_device() {
     let test = "a_full_queue_is_blamed_on_the_tags_and_a_slow_device_on_the_device";
     let _heavy = Heavy::take();
-    if !have(test, &["bpftrace", "fio"]) {
+    if !have(test, &["fio"]) || !tracer::can_trace(test, "tracepoint:block:block_getrq") {
         return;
     }
     let Some(disk) = StarvedDisk::make(test) else { return };
-    let can_trace =
-        run(Command::new("bpftrace")
-            .args(["-e", "tracepoint:block:block_getrq { exit(); } BEGIN { exit(); }"]));
-    if !can_trace.status.success() {
-        let why = can_trace.stderr.lines().last().unwrap_or_default().to_owned();
-        skipped(test, &format!("bpftrace can't trace block devices here: {why}"));
-        return;
-    }
     let starved = watch(&disk, Fault::Starved);
     let slow = watch(&disk, Fault::Slow);
     let healthy = watch(&disk, Fault::None);
@@ -107,7 +89,7 @@ fn a_full_queue_is_blamed_on_the_tags_and_a_slow_device_on_the_device() {
 #[test]
 fn what_can_not_be_watched_is_refused() {
     let refused = |arguments: &[&str], part: &str| {
-        run(Command::new(script()).args(arguments)).failed_saying(&[part]);
+        run(script("outliers.sh").args(arguments)).failed_saying(&[part]);
     };
     refused(&[], "name one file or block device");
     refused(&["/nowhere/region"], "/nowhere/region does not exist");

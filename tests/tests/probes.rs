@@ -8,59 +8,29 @@
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
 
 use newel_tests::cluster::{Cluster, Role};
-use newel_tests::command::{Running, program, run, sh};
+use newel_tests::command::{program, run, sh};
 use newel_tests::lock::Heavy;
 use newel_tests::nbd::{Client, Command as Nbd};
-use newel_tests::skip::{have, skipped};
+use newel_tests::skip::have;
 use newel_tests::starved_disk::StarvedDisk;
-use newel_tests::volume::as_pid;
-use newel_tests::wait;
-use rustix::process::{Signal, kill_process};
+use newel_tests::tracer::{can_trace, end, script, upper_device, watch};
 
-const PATIENCE: Duration = Duration::from_secs(60);
 const REPLICA: usize = 2;
 const CONFIG: &str = "[trace]\nthreshold = \"100ms\"\n";
 const BLOCK: u64 = 4096;
 const SECTOR: u64 = 512;
 
-/// True if bpftrace can watch probes here; else the test is recorded as skipped.
-fn can_trace(test: &str) -> bool {
-    if !have(test, &["bpftrace", "filefrag"]) {
-        return false;
+/// A cluster with a replica on a disk of its own, if bpftrace can watch probes here; else the test is recorded as skipped.
+fn traced(test: &str) -> Option<(StarvedDisk, Cluster)> {
+    let probe = format!("usdt:{}:newel_upstairs:job-start", program("newel-upstairs").display());
+    if !have(test, &["filefrag"]) || !can_trace(test, &probe) {
+        return None;
     }
-    let probe = format!(
-        "usdt:{}:newel_upstairs:job-start {{ }} BEGIN {{ exit(); }}",
-        program("newel-upstairs").display()
-    );
-    let tried = run(Command::new("bpftrace").args(["-e", &probe]));
-    if !tried.status.success() {
-        let why = tried.stderr.lines().last().unwrap_or_default().to_owned();
-        skipped(test, &format!("bpftrace can't watch probes here: {why}"));
-    }
-    tried.status.success()
-}
-
-fn script(name: &str) -> Command {
-    Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("../tools/trace").join(name))
-}
-
-#[track_caller]
-fn watch(command: &mut Command) -> Running {
-    let mut tracer = Running::start(command);
-    wait::until("the script watches", PATIENCE, || {
-        assert!(tracer.running(), "{}{}", tracer.stdout(), tracer.stderr());
-        tracer.stdout().contains("watching for").then_some(())
-    });
-    tracer
-}
-
-#[track_caller]
-fn end(tracer: Running) -> String {
-    kill_process(as_pid(tracer.pid()), Signal::INT).expect("the script runs");
-    tracer.wait(PATIENCE).ok().stdout
+    let disk = StarvedDisk::make(test)?;
+    let cluster = Cluster::on_a_disk(&disk, REPLICA, CONFIG);
+    Some((disk, cluster))
 }
 
 /// Where the blocks of a replica's data lie on its device, by the file system's word.
@@ -111,7 +81,7 @@ fn number_after(line: &str, word: &str) -> Option<u64> {
 
 /// Requests of the upper device that were told of with the job that they are of: job, sector, kind.
 fn requests(said: &str) -> Vec<(u64, u64, String)> {
-    let upper = said.split(['(', ')']).nth(1).expect("it names its devices");
+    let upper = upper_device(said);
     let of_upper = said.lines().filter(|line| line.contains(&format!(" {upper} ")));
     of_upper
         .filter_map(|line| {
@@ -135,13 +105,10 @@ fn exchange(client: &mut Client, command: Nbd, offsets: &[u64]) {
 
 #[test]
 fn each_request_of_the_device_is_told_with_its_job() {
-    let test = "each_request_of_the_device_is_told_with_its_job";
     let _heavy = Heavy::take();
-    if !can_trace(test) {
+    let Some((_disk, mut cluster)) = traced("each_request_of_the_device_is_told_with_its_job") else {
         return;
-    }
-    let Some(disk) = StarvedDisk::make(test) else { return };
-    let mut cluster = Cluster::on_a_disk(&disk, REPLICA, CONFIG);
+    };
     let mut client = cluster.connect();
     client.flush();
     let region = cluster.region(REPLICA);
@@ -200,13 +167,8 @@ fn each_request_of_the_device_is_told_with_its_job() {
 
 #[test]
 fn the_slow_log_and_the_kernel_name_the_same_jobs() {
-    let test = "the_slow_log_and_the_kernel_name_the_same_jobs";
     let _heavy = Heavy::take();
-    if !can_trace(test) {
-        return;
-    }
-    let Some(disk) = StarvedDisk::make(test) else { return };
-    let mut cluster = Cluster::on_a_disk(&disk, REPLICA, CONFIG);
+    let Some((disk, mut cluster)) = traced("the_slow_log_and_the_kernel_name_the_same_jobs") else { return };
     let mut client = cluster.connect();
     let outliers = watch(script("outliers.sh").args(["-m", "50"]).arg(cluster.region(REPLICA)));
     let jobs = watch(script("jobs.sh").args(["-m", "50", &cluster.pid(Role::Upstairs).to_string()]));

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
 
-use crate::command::Running;
+use crate::command::{Running, cache_dir};
 use crate::skip::skipped;
 
 /// Debian's mirrors may be slow.
@@ -91,13 +91,7 @@ fn sources() -> PathBuf {
 }
 
 fn cache() -> PathBuf {
-    if let Some(dir) = std::env::var_os("NEWEL_VM_CACHE") {
-        return dir.into();
-    }
-    match std::env::var_os("XDG_CACHE_HOME") {
-        Some(dir) => PathBuf::from(dir).join("newel-vm"),
-        None => PathBuf::from("/var/cache/newel-vm"),
-    }
+    cache_dir("NEWEL_VM_CACHE", "newel-vm")
 }
 
 fn checksum(sources: &Path) -> u32 {

@@ -11,6 +11,7 @@ use newel_protocol::JobId;
 use newel_protocol::wire::StageTimes;
 
 use super::api::{ReplicaId, Time};
+use super::replica::to_us;
 use super::timeline::{Operation, Record, Timeline, Why};
 
 #[usdt::provider(provider = "newel_upstairs")]
@@ -21,10 +22,6 @@ mod newel {
     fn job__renumbered(job: u64, before: u64) {}
     fn replica__sent(job: u64, replica: u8) {}
     fn replica__reply(job: u64, replica: u8, queued_us: u32, submit_us: u32, device_us: u32) {}
-}
-
-fn micros(since: Time, now: Time) -> u64 {
-    now.0.saturating_sub(since.0) / 1_000
 }
 
 fn number_of(replica: ReplicaId) -> u8 {
@@ -46,7 +43,7 @@ pub(super) fn started(timeline: &Timeline) {
 
 #[inline(never)]
 pub(super) fn acknowledged(timeline: &Timeline, now: Time, failed: bool) {
-    newel::job__ack!(|| (timeline.job.0, u8::from(failed), micros(timeline.base, now)));
+    newel::job__ack!(|| (timeline.job.0, u8::from(failed), to_us(now.since(timeline.base))));
 }
 
 #[inline(never)]
@@ -58,7 +55,7 @@ pub(super) fn slow(record: &Record) {
             Why::InFlight => 2,
             Why::Slowest => 3,
         };
-        (record.timeline.job.0, why, micros(record.timeline.base, record.now))
+        (record.timeline.job.0, why, to_us(record.now.since(record.timeline.base)))
     });
 }
 

@@ -67,7 +67,7 @@ impl Core {
         }
         // Should those that have it stop, it is asked of the others, too.
         if let Some(asked) = roomy.iter().chain(asked.iter()).next() {
-            self.watch_read(id, asked, cost);
+            self.witness.watch(self.now, id, asked, cost);
         }
     }
 

@@ -327,7 +327,7 @@ impl ReplyTimes {
     }
 }
 
-fn to_us(duration: Duration) -> u64 {
+pub(super) fn to_us(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 

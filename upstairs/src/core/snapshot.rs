@@ -6,7 +6,7 @@ use newel_protocol::BLOCK_BYTES;
 
 use super::api::ReplicaId;
 use super::config::ReadPolicy;
-use super::replica::{CatchUpStage, Link, Replica, Role};
+use super::replica::{CatchUpStage, Link, Replica, Role, to_us};
 use super::resync::Progress;
 use super::stages::{AT_REPLICA, BEFORE, Stages, Times};
 use super::status::{
@@ -158,10 +158,6 @@ fn catch_up_of(progress: Progress, eta_s: Option<u64>) -> CatchUpStatus {
         blocks_copied: progress.blocks_copied,
         eta_s,
     }
-}
-
-fn to_us(duration: Duration) -> u64 {
-    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -293,15 +293,21 @@ fn what_was_done_is_counted_once_for_guests_and_at_every_replica() {
     }
 }
 
-/// Reads alone drive no replica out, whatever it owes; changes still do.
-#[test]
-fn a_replica_with_too_much_to_read_is_left_out_and_stays() {
+/// A bound of 100 jobs, no throttle, and a replica that answers nothing.
+fn unthrottled_beside_a_stopped_one() -> World {
     let mut config = config();
     config.limits.replica_jobs = 100;
     config.throttle.enabled = false;
     let mut world = World::with(config);
     world.run(1000);
     world.fakes[2].paused = true;
+    world
+}
+
+/// Reads alone drive no replica out, whatever it owes; changes still do.
+#[test]
+fn a_replica_with_too_much_to_read_is_left_out_and_stays() {
+    let mut world = unthrottled_beside_a_stopped_one();
     for _ in 0..500 {
         world.read(0, 4096);
     }
@@ -335,12 +341,7 @@ fn a_replica_with_too_much_to_read_is_left_out_and_stays() {
 #[test]
 fn a_read_is_asked_of_the_one_that_was_left_out() {
     for stopped in [true, false] {
-        let mut config = config();
-        config.limits.replica_jobs = 100;
-        config.throttle.enabled = false;
-        let mut world = World::with(config);
-        world.run(1000);
-        world.fakes[2].paused = true;
+        let mut world = unthrottled_beside_a_stopped_one();
         for _ in 0..75 {
             world.read(0, 4096);
         }

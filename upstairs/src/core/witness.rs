@@ -72,7 +72,8 @@ impl Witness {
         self.times[id.index()].record(bytes, took);
     }
 
-    fn watch(&mut self, now: Time, job: JobId, reader: ReplicaId, bytes: usize) {
+    /// Should this replica be late with its answer, another one is asked.
+    pub(super) fn watch(&mut self, now: Time, job: JobId, reader: ReplicaId, bytes: usize) {
         self.settled(job);
         let due = now.after(self.times[reader.index()].of(bytes));
         self.late.insert((due, job));
@@ -118,13 +119,8 @@ impl Core {
 
     fn send_data_read(&mut self, id: JobId, reader: ReplicaId) {
         let Some(cost) = self.jobs.get(id).map(|job| job.cost) else { return };
-        self.watch_read(id, reader, cost);
-        self.send_job(id, ReplicaSet::only(reader));
-    }
-
-    /// Should this replica be late with its answer, another one is asked.
-    pub(super) fn watch_read(&mut self, id: JobId, reader: ReplicaId, cost: usize) {
         self.witness.watch(self.now, id, reader, cost);
+        self.send_job(id, ReplicaSet::only(reader));
     }
 
     /// The one with the least to read; those that have as much take turns.
